@@ -1,0 +1,31 @@
+# The two commands to know: `make demo` and `make test`. Another Python: make test PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv/bin
+
+.NOTPARALLEL:
+.PHONY: demo test bench format clean demo-env dev-env
+
+demo: demo-env
+	@$(VENV)/logitscope demo
+
+test: dev-env
+	$(VENV)/python -m ruff format --check .
+	$(VENV)/python -m ruff check .
+	$(VENV)/python -m mypy
+	$(VENV)/lint-imports
+	$(VENV)/python -m pytest -q --durations=15
+
+bench: dev-env
+	$(VENV)/python benchmarks/embedded.py
+
+format: dev-env
+	$(VENV)/python -m ruff format .
+	$(VENV)/python -m ruff check --fix .
+
+clean:
+	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+demo-env dev-env:
+	@command -v "$(PYTHON)" >/dev/null || { echo "logitscope: no $(PYTHON) here. Install Python 3.11 or newer, or name one: make $(firstword $(MAKECMDGOALS)) PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" tools/setup_env.py $(@:-env=)

@@ -1,0 +1,1 @@
+"""Engines: prompts in, a stream of row blocks out. `registry` opens them by name."""

@@ -1,0 +1,84 @@
+"""Engines by name: one lazy table for our own, one entry-point group for everybody's."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from importlib.metadata import entry_points
+from typing import Any
+
+from logitscope.engines.base import Engine
+from logitscope.errors import OptionError, UnsupportedError
+
+ENTRY_POINT_GROUP = "logitscope.engines"
+_BUILT_IN = {
+    "transformers": "logitscope.engines.transformers.engine:TransformersEngine",
+    "fake": "logitscope.engines.fake:FakeEngine",
+}
+
+
+def engines() -> dict[str, str]:
+    """``module:Class`` of every engine by name.
+
+    Raises:
+        OptionError: an installed package registers a name that is taken.
+    """
+    table = dict(_BUILT_IN)
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        if table.get(point.name, point.value) != point.value:
+            raise OptionError(
+                "two engines of one name",
+                where=f"entry point {ENTRY_POINT_GROUP}:{point.name}",
+                got=f"{table[point.name]} and {point.value}",
+                fix="Uninstall one of the packages.",
+            )
+        table[point.name] = point.value
+    return table
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The class of an engine; its module is imported now."""
+    table = engines()
+    if name not in table:
+        raise OptionError(
+            "unknown engine", where="engine", expected=f"one of {', '.join(table)}", got=repr(name)
+        )
+    module, _, attribute = table[name].partition(":")
+    found: type[Engine] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def open_engine(model: Any, *, engine: str | None = None, **options: Any) -> Engine:
+    """Open a model and return its engine.
+
+    Args:
+        model: a bundled name (``"smollm2"``), a folder, a ``.gguf`` file, a hub name, or a loaded
+            model object.
+        engine: ``"transformers"`` (the default) or another name of `engines`.
+        **options: the engine's own, typed options (see its ``open``); an unknown one is an error.
+
+    Raises:
+        OptionError: unknown engine or option.
+        ModelError: the model cannot be found, loaded, or is not causal.
+
+    Example:
+        >>> engine = open_engine("fake", engine="fake", vocab_size=7)
+        >>> engine.logits([1, 2, 3]).shape
+        (3, 7)
+    """
+    if isinstance(model, str) and model.startswith(("http://", "https://")):
+        raise UnsupportedError("no remote engine in this version", where="open", got=model)
+    found = engine_class(engine or "transformers")
+    known = [name for name in inspect.signature(found.open).parameters if name != "model"]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise OptionError(
+                "unknown option",
+                where=f"open(engine={engine or 'transformers'!r})",
+                expected=f"one of {', '.join(known)}",
+                got=name,
+                fix=f"Did you mean {near[0]}?" if near else None,
+            )
+    return found.open(model, **options)

@@ -1,0 +1,256 @@
+"""The embedded engine: any causal LM that Transformers loads, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import transformers
+
+import logitscope
+from logitscope.engines.base import Capabilities, Engine
+from logitscope.engines.tokenizer import Tokenizer
+from logitscope.engines.transformers.cache import bytes_per_token
+from logitscope.engines.transformers.generation import generate
+from logitscope.engines.transformers.load import Loaded, LoadOptions, load
+from logitscope.engines.transformers.model import CausalModel
+from logitscope.engines.transformers.scoring import score
+from logitscope.engines.transformers.work import Item, Settings, Work
+from logitscope.errors import ModelLoadError, OptionError
+from logitscope.extract import in_order
+from logitscope.rows import Buffer, Identity, Request, Stream
+
+_BLOCK_BYTES = 32 * 2**20
+_BLOCK_ROWS = (16, 256)
+
+
+class TransformersEngine(Engine):
+    """Complete logits of a model on PyTorch and Transformers, on CPU, CUDA or MPS.
+
+    Attributes:
+        model: the loaded model, as it was given or loaded.
+        head_check: how the head compared with the model's own forward at load; ``head_check.used`` is
+            False when rows come from the model's own forward, and ``head_check.reason`` says why.
+        settings: how work is cut up.
+    """
+
+    name = "transformers"
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        memory_limit_bytes: int | None,
+        pack: bool,
+        block_rows: int | None,
+        uncached_tokens: int,
+        chunk_tokens: int,
+        sequences: int,
+    ) -> None:
+        self._model = CausalModel(loaded.model)
+        self.tokenizer = None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer)
+        self.memory_limit_bytes = memory_limit_bytes
+        self.context_length = self._model.context_length
+        self.settings = Settings(
+            block_rows=block_rows or _block_rows(self._model),
+            uncached_tokens=uncached_tokens,
+            chunk_tokens=chunk_tokens,
+            sequences=sequences,
+        )
+        self.capabilities = Capabilities(
+            processed=True, hidden_states=True, attentions=True, keep_on_device=True
+        )
+        self.identity = self._identify(loaded)
+        if pack and self._model.head is not None:
+            self._model.head.pack()
+
+    @classmethod
+    def open(
+        cls,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        dtype: str | None = None,
+        device: str | None = None,
+        device_map: Any = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        quantization_config: Any = None,
+        adapter: str | None = None,
+        memory_limit_bytes: int | None = None,
+        pack: bool = True,
+        block_rows: int | None = None,
+        uncached_tokens: int = 8192,
+        chunk_tokens: int = 1024,
+        sequences: int = 32,
+    ) -> Self:
+        """Load a model, or take one that is loaded.
+
+        Args:
+            model: ``"smollm2"`` (bundled), a folder, a ``.gguf`` file, a hub name, or a model object
+                (plain, PEFT, quantized, hooked; it is not changed).
+            tokenizer: of a model object; a name or an object. Without it only token ids go in.
+            dtype, device, device_map, revision, trust_remote_code, quantization_config, adapter: as in
+                `logitscope.engines.transformers.load.LoadOptions`; not for model objects.
+            memory_limit_bytes: larger requests are refused; None is half of the free memory.
+            pack: on CPUs in float32, keep a second, packed copy of the head, which makes products of a
+                few rows bit-stable at no cost in time. False saves that memory.
+            block_rows: rows that the head multiplies at a time; None is about 32 MiB of them.
+            uncached_tokens: up to so many tokens a prompt runs in one forward, without a KV cache.
+            chunk_tokens: beyond it, tokens a forward, over one preallocated cache.
+            sequences: that are generated together.
+        """
+        for option, value in (
+            ("block_rows", 1 if block_rows is None else block_rows),
+            ("uncached_tokens", uncached_tokens + 1),
+            ("chunk_tokens", chunk_tokens),
+            ("sequences", sequences),
+        ):
+            if value < 1:
+                raise OptionError(
+                    "value outside its range", where=option, expected="a positive int", got=value
+                )
+        options = LoadOptions(
+            dtype, device, device_map, revision, trust_remote_code, quantization_config, adapter
+        )
+        loaded = load(model, options) if isinstance(model, str | Path) else _given(model, tokenizer, options)
+        return cls(
+            loaded,
+            memory_limit_bytes=memory_limit_bytes,
+            pack=pack,
+            block_rows=block_rows,
+            uncached_tokens=uncached_tokens,
+            chunk_tokens=chunk_tokens,
+            sequences=sequences,
+        )
+
+    @property
+    def model(self) -> Any:
+        """The Transformers model."""
+        return self._model.model
+
+    @property
+    def head_check(self) -> Any:
+        """How the head compared with the model's own forward at load."""
+        return self._model.head_check
+
+    def close(self) -> None:
+        """Let go of the model; results stay valid."""
+        super().close()
+        if hasattr(self, "_model"):
+            del self._model
+
+    @torch.no_grad()
+    def _run(self, requests: Sequence[Request], buffer: Buffer | None) -> Stream:
+        with self._model.evaluating():
+            yield from in_order(self._items(requests, buffer))
+
+    def _items(self, requests: Sequence[Request], buffer: Buffer | None) -> Iterator[Item]:
+        work = Work(self._model, self.identity.dtype, self.settings, buffer, self.tokenizer, self._eos_ids())
+        numbered = list(enumerate(requests))
+        yield from score(work, [(i, r) for i, r in numbered if not r.max_new_tokens])
+        yield from generate(work, [(i, r) for i, r in numbered if r.max_new_tokens])
+
+    def _eos_ids(self) -> frozenset[int]:
+        """The model's own end-of-sequence ids, from its generation config, config and tokenizer."""
+        found: set[int] = set()
+        for holder in (getattr(self._model.inner, "generation_config", None), self._model.text_config):
+            ids = getattr(holder, "eos_token_id", None)
+            found.update([ids] if isinstance(ids, int) else ids or ())
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            found.add(self.tokenizer.eos_token_id)
+        return frozenset(found)
+
+    def _working_bytes(self, requests: Sequence[Request]) -> int:
+        """Activations of the largest forward, KV cache, and two blocks of rows.
+
+        Activations are counted as six vectors of the hidden size and three of the feed-forward size a
+        token; a model without a usable head adds its logits.
+        """
+        config, itemsize = self._model.text_config, self._model.itemsize
+        inner: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        work = Work(self._model, self.identity.dtype, self.settings, None, None, frozenset())
+        tokens = max(min(work.chunk_size(r.prompt_length), r.prompt_length) for r in requests)
+        if len(requests) > 1:
+            tokens = max(tokens, self.settings.forward_tokens)
+        per_token = (6 * config.hidden_size + 3 * inner) * itemsize
+        if self._model.head is None:
+            per_token += self.vocab_size * itemsize
+        rows = min(max(r.max_rows for r in requests) or 1, self.settings.block_rows)
+        blocks = 2 * rows * self.vocab_size * 4
+        size: int = tokens * per_token + self._cache_bytes(requests, work) + blocks
+        return size
+
+    def _cache_bytes(self, requests: Sequence[Request], work: Work) -> int:
+        per_token = bytes_per_token(self._model.config, self._model.itemsize)
+        scored = [r.prompt_length for r in requests if work.chunk_size(r.prompt_length) < r.prompt_length]
+        generated = sorted(
+            (r.prompt_length + r.max_new_tokens for r in requests if r.max_new_tokens), reverse=True
+        )
+        # Joining copies the prompts' caches once: both exist for a moment.
+        joined = 2 * sum(generated[: self.settings.sequences])
+        return per_token * max([joined, *scored])
+
+    def _extras_bytes(self, request: Request) -> int:
+        config, itemsize = self._model.text_config, self._model.itemsize
+        keys = request.prompt_length + request.max_new_tokens
+        heads = getattr(config, "num_attention_heads", 0)
+        size: int = itemsize * (
+            len(request.hidden_states) * config.hidden_size + len(request.attentions) * heads * keys
+        )
+        return size
+
+    def _check_capabilities(self, request: Request, where: str) -> None:
+        super()._check_capabilities(request, where)
+        for name, layers in (("hidden_states", self._model.layers + 1), ("attentions", self._model.layers)):
+            for layer in getattr(request, name):
+                if not 0 <= layer < layers:
+                    raise OptionError("no such layer", where=name, expected=f"0 … {layers - 1}", got=layer)
+
+    def _identify(self, loaded: Loaded) -> Identity:
+        model = self._model
+        head = model.head
+        return Identity(
+            model=loaded.name,
+            weights_hash=model.weights_hash(),
+            tokenizer_hash=None if self.tokenizer is None else self.tokenizer.hash,
+            vocab_size=model.vocab_size,
+            tokenizer_size=None if self.tokenizer is None else len(self.tokenizer),
+            dtype=str(model.rows_dtype).removeprefix("torch."),
+            engine=self.name,
+            engine_version=f"transformers {transformers.__version__}, torch {torch.__version__}",
+            device=str(model.device),
+            quantization=loaded.quantization,
+            kernel=None if head is None else head.kernel,
+            version=logitscope.__version__,
+        )
+
+
+def _given(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
+    """A model object, with its tokenizer; options of loading do not apply."""
+    if options != LoadOptions():
+        raise OptionError(
+            "the model is loaded already",
+            where="open",
+            expected="no dtype, device or other option of loading",
+        )
+    if not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
+        raise ModelLoadError(
+            "no Transformers model",
+            where="open",
+            expected="a name, a folder, a .gguf file, or a loaded PreTrainedModel or PeftModel",
+            got=type(model).__name__,
+        )
+    if isinstance(tokenizer, str):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    return Loaded(model, tokenizer, name, None)
+
+
+def _block_rows(model: CausalModel) -> int:
+    """About 32 MiB of rows, in whole canonical blocks."""
+    least, most = _BLOCK_ROWS
+    rows = _BLOCK_BYTES // (model.vocab_size * model.rows_dtype.itemsize)
+    return max(min(rows, most) // least * least, least)

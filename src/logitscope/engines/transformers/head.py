@@ -1,0 +1,266 @@
+"""The head: hidden rows times the output embedding, and the model's own final transformations.
+
+Float32 products of few rows take other kernels than those of many, and then the same row has other bits.
+The **canonical product** multiplies in blocks of a multiple of ``rows_multiple`` rows, padded with zeros,
+so that a row's bits do not depend on block size, order or threads. Which multiple that is depends on the
+library and the processor (8 on some, 16 on others), so it is found by trying when the head is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+Transform: TypeAlias = tuple[Literal["multiply", "divide", "softcap"], float]
+
+_MULTIPLES = (8, 16, 32, 64)
+_PROBE_ROWS = 96
+_CONFIG_TRANSFORMS: tuple[tuple[str, Literal["multiply", "divide", "softcap"]], ...] = (
+    ("logit_scale", "multiply"),
+    ("lm_head_multiplier", "multiply"),
+    ("logits_scaling", "divide"),
+    ("final_logit_softcapping", "softcap"),
+)
+
+
+def final_transforms(config: Any) -> tuple[Transform, ...]:
+    """What a model's config says is done to the logits after the head; verified before it is used."""
+    found = ((kind, getattr(config, name, None)) for name, kind in _CONFIG_TRANSFORMS)
+    return tuple((kind, float(value)) for kind, value in found if value is not None)
+
+
+class Head:
+    """Applies a model's head to hidden rows, canonically.
+
+    Args:
+        module: the model's output embedding (a linear layer, or any module that acts as one).
+        transforms: the model's own final transformations, in order.
+        vocab_size: columns of a row; further rows of the head's weight are never multiplied.
+        dtype: of hidden rows and logits.
+
+    Attributes:
+        rows_multiple: rows of a canonical product come in multiples of this; 1 when any number does,
+            None when none was found to be bit-stable, so that only the error bound holds.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, transforms: tuple[Transform, ...], vocab_size: int, dtype: torch.dtype
+    ) -> None:
+        self.module, self.transforms, self.vocab_size, self.dtype = module, transforms, vocab_size, dtype
+        weight: Any = getattr(module, "weight", None)
+        self.plain = _is_linear(module) and not _hooked(module) and weight.device.type != "meta"
+        self.device: torch.device = weight.device if isinstance(weight, torch.Tensor) else torch.device("cpu")
+        self._scratch: torch.Tensor | None = None
+        self._packed: torch.Tensor | None = None
+        self.rows_multiple = self._find_multiple() if self.plain else None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """``[vocab_size, hidden_size]``."""
+        assert isinstance(self.module, nn.Linear)
+        return self.module.weight[: self.vocab_size]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """``[vocab_size]``, or None."""
+        assert isinstance(self.module, nn.Linear)
+        bias: torch.Tensor | None = self.module.bias
+        return None if bias is None else bias[: self.vocab_size]
+
+    def project(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits ``[rows, vocab_size]`` of hidden rows ``[rows, hidden_size]``.
+
+        Args:
+            hidden: input of the head, after the final norm.
+            out: contiguous, where the logits are written. Without it the result lies in a buffer that
+                the next call overwrites.
+        """
+        hidden = hidden.to(self.device)
+        if out is None:
+            out = self._buffer(len(hidden))
+        if self.plain:
+            self._product(hidden, out)
+        else:
+            out.copy_(self.module(hidden)[:, : self.vocab_size])
+        self._transform(out)
+        return out
+
+    @property
+    def kernel(self) -> str:
+        """Library and processor whose products are bit-stable, and in what blocks."""
+        library = (
+            f"{self.device.type} {torch.backends.cpu.get_cpu_capability()}"
+            if self.device.type == "cpu"
+            else (torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type)
+        )
+        blocks = (
+            "no bit-stable block" if self.rows_multiple is None else f"blocks of {self.rows_multiple} rows"
+        )
+        return f"torch {torch.__version__}, {library}, {blocks}"
+
+    @torch.no_grad()
+    def pack(self) -> bool:
+        """Keep a second, packed copy of the weight for products of few rows (CPU, float32, MKL).
+
+        A packed product of one row has the bits of the canonical one and costs no more than a plain one;
+        without it small products are padded with zeros. Returns whether it could be done.
+        """
+        if self._packed is not None:
+            return True
+        if not (self.plain and self._packable()):
+            return False
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight.detach(), _MULTIPLES[1])
+        self._packed = packed
+        if not self._packed_is_canonical():
+            self._packed = None
+        return self._packed is not None
+
+    def all_finite(self) -> bool:
+        """Whether every weight is finite; then finite hidden rows cannot give NaN."""
+        parts = self.module.parameters()
+        return all(
+            bool(p.isfinite().all()) for p in parts if p.is_floating_point() and p.device.type != "meta"
+        )
+
+    # -- products --------------------------------------------------------------------------------------
+
+    def _product(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        multiple = self.rows_multiple or 1
+        whole = len(hidden) // multiple * multiple
+        if whole:
+            self._multiply(hidden[:whole], out[:whole])
+        rest = len(hidden) - whole
+        if rest:
+            self._small(hidden[whole:], out[whole:], multiple)
+
+    def _small(self, hidden: torch.Tensor, out: torch.Tensor, multiple: int) -> None:
+        if self._packed is not None:
+            product = torch.ops.mkl._mkl_linear(hidden, self._packed, self.weight, self.bias, len(hidden))
+            out.copy_(product)
+            return
+        padded = hidden.new_zeros(multiple, hidden.shape[1])
+        padded[: len(hidden)] = hidden
+        product = torch.empty(multiple, self.vocab_size, dtype=out.dtype, device=out.device)
+        self._multiply(padded, product)
+        out.copy_(product[: len(hidden)])
+
+    def _multiply(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        if self.bias is None:
+            torch.mm(hidden, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+
+    def _transform(self, logits: torch.Tensor) -> None:
+        for kind, value in self.transforms:
+            if kind == "multiply":
+                logits.mul_(value)
+            elif kind == "divide":
+                logits.div_(value)
+            else:
+                logits.div_(value).tanh_().mul_(value)
+
+    def _buffer(self, rows: int) -> torch.Tensor:
+        if self._scratch is None or len(self._scratch) < rows:
+            self._scratch = torch.empty(rows, self.vocab_size, dtype=self.dtype, device=self.device)
+        return self._scratch[:rows]
+
+    # -- bit stability ---------------------------------------------------------------------------------
+
+    def _find_multiple(self) -> int | None:
+        """Smallest multiple whose zero-padded products have the bits of a large one, or None."""
+        hidden = self._probe()
+        large = torch.empty(_PROBE_ROWS, self.vocab_size, dtype=self.dtype, device=self.device)
+        self._multiply(hidden, large)
+        if all(self._same(hidden, large, rows, rows) for rows in (1, 2, 3, 5, 7, 9, 14, 31)):
+            return 1
+        for multiple in _MULTIPLES:
+            if all(self._same(hidden, large, multiple, filled) for filled in (multiple, multiple - 3, 1)):
+                return multiple
+        return None
+
+    def _same(self, hidden: torch.Tensor, large: torch.Tensor, rows: int, filled: int) -> bool:
+        """Whether a product of ``rows`` rows, of which ``filled`` are not zero, has the large one's bits."""
+        padded = torch.zeros_like(hidden[:rows])
+        padded[:filled] = hidden[:filled]
+        small = torch.empty_like(large[:rows])
+        self._multiply(padded, small)
+        return torch.equal(small[:filled], large[:filled])
+
+    def _packable(self) -> bool:
+        return (
+            self.device.type == "cpu"
+            and self.dtype == torch.float32
+            and self.rows_multiple is not None
+            and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+            and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
+        )
+
+    def _packed_is_canonical(self) -> bool:
+        assert self.rows_multiple is not None
+        hidden = self._probe()[: self.rows_multiple]
+        large = torch.empty(len(hidden), self.vocab_size)
+        self._multiply(hidden, large)
+        small = torch.empty_like(large)
+        for rows in (1, 2, 7):
+            self._small(hidden[:rows], small[:rows], self.rows_multiple)
+            if not torch.equal(small[:rows], large[:rows]):
+                return False
+        return True
+
+    def _probe(self) -> torch.Tensor:
+        columns = self.weight.shape[1]
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(_PROBE_ROWS, columns, generator=generator).to(self.device, self.dtype)
+
+
+def _is_linear(module: object) -> bool:
+    return type(module) is nn.Linear
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or hasattr(module, "_hf_hook")
+        or hasattr(module, "parametrizations")
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadCheck:
+    """How the head compared with the model's own forward, when the model was opened.
+
+    Attributes:
+        used: whether rows are made from hidden rows by the head; False: by the model's own forward.
+        identical: whether all bits agreed.
+        max_abs_difference: the worst one found.
+        bound: what was allowed.
+        reason: why the model's own forward is used, in words.
+    """
+
+    used: bool
+    identical: bool = False
+    max_abs_difference: float = float("nan")
+    bound: float = 0.0
+    reason: str = ""
+
+
+def compare_head(rebuilt: torch.Tensor, own: torch.Tensor) -> HeadCheck:
+    """Compare rows ``[rows, vocab_size]`` of the head with those of the model's own forward.
+
+    The bound is 32 units in the last place at the largest logit: products of other shapes differ by that.
+    """
+    if rebuilt.shape != own.shape:
+        return HeadCheck(
+            False, reason=f"the model gives rows of {own.shape[-1]} columns, its head {rebuilt.shape[-1]}"
+        )
+    difference = float((rebuilt.double() - own.double()).abs().max())
+    bound = 32 * torch.finfo(own.dtype).eps * max(float(own.double().abs().max()), 1e-6)
+    if not difference <= bound:
+        return HeadCheck(
+            False, False, difference, bound, "the model does more to its logits than its head and config say"
+        )
+    return HeadCheck(True, torch.equal(rebuilt, own), difference, bound)

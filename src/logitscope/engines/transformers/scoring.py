@@ -1,0 +1,163 @@
+"""Scoring: every row of given tokens. The base model runs once; the head is applied in row blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from logitscope.engines.transformers.model import Output, RowChunk, pad
+from logitscope.engines.transformers.work import Item, Settings, Work
+from logitscope.extract import Extractor, PendingBlock, to_host
+from logitscope.rows import NO_IDS, End, Request, targets
+
+
+@dataclasses.dataclass
+class Job:
+    """One request on its way: its place, its extractor, its rows."""
+
+    index: int
+    request: Request
+    extractor: Extractor
+    positions: NDArray[np.int64]
+
+
+def score(work: Work, requests: Sequence[tuple[int, Request]]) -> Iterator[Item]:
+    """Blocks and ends of scoring requests; short prompts of near lengths share a forward."""
+    jobs = [
+        Job(i, r, work.extractor(r, i), _positions(r))
+        for i, r in sorted(requests, key=lambda item: item[1].prompt_length)
+    ]
+    alone = [
+        j
+        for j in jobs
+        if j.request.extras or work.chunk_size(j.request.prompt_length) < j.request.prompt_length
+    ]
+    together = [j for j in jobs if j not in alone]
+    for group in plan([j.request.prompt_length for j in together], work.settings):
+        yield from _score_group(work, [together[i] for i in group])
+    for job in alone:
+        yield from _score_one(work, job)
+
+
+def plan(lengths: Sequence[int], settings: Settings) -> list[list[int]]:
+    """Group ascending lengths so that each group is one forward with little padding.
+
+    Example:
+        >>> plan([8, 8, 8, 100], Settings(block_rows=8))
+        [[0, 1, 2], [3]]
+    """
+    groups: list[list[int]] = []
+    for i, length in enumerate(lengths):
+        group = groups[-1] if groups else []
+        tokens = length * (len(group) + 1)
+        real = sum(lengths[j] for j in group) + length
+        if group and tokens <= settings.forward_tokens and tokens - real <= settings.padding * tokens:
+            group.append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def _positions(request: Request) -> NDArray[np.int64]:
+    if request.select is None:
+        return np.empty(0, np.int64)
+    return request.select.rows(prompt_length=request.prompt_length, new_tokens=0)
+
+
+def _score_group(work: Work, jobs: Sequence[Job]) -> Iterator[Item]:
+    out = work.model.run(pad([j.request.token_ids for j in jobs]))
+    small: list[tuple[Job, torch.Tensor]] = []
+    for row, job in enumerate(jobs):
+        rows = select_rows(out.rows[row], job.positions)
+        if len(jobs) > 1 and len(rows) < work.settings.block_rows:
+            small.append((job, rows))
+        else:
+            yield from emit(work, job, rows, job.positions)
+    yield from _emit_together(work, small)
+    for job in jobs:
+        yield End(job.index, NO_IDS, rows=len(job.positions))
+
+
+def _score_one(work: Work, job: Job) -> Iterator[Item]:
+    request = job.request
+    size = work.chunk_size(request.prompt_length)
+    ids = pad([request.token_ids])
+    cache = work.model.new_cache(request.prompt_length) if size < request.prompt_length else None
+    with work.model.eager_attention() if request.attentions else contextlib.nullcontext():
+        for first in range(0, request.prompt_length, size):
+            out = work.model.run(
+                ids[:, first : first + size],
+                cache=cache,
+                hidden_states=bool(request.hidden_states),
+                attentions=bool(request.attentions),
+            )
+            positions = job.positions[(job.positions >= first) & (job.positions < first + size)]
+            rows = select_rows(out.rows[0], positions - first)
+            yield from emit(work, job, rows, positions, out=out, first=first)
+    yield End(job.index, NO_IDS, rows=len(job.positions))
+
+
+def emit(
+    work: Work,
+    job: Job,
+    rows: torch.Tensor,
+    positions: NDArray[np.int64],
+    *,
+    out: Output | None = None,
+    first: int = 0,
+) -> Iterator[PendingBlock]:
+    """Row blocks of rows that a forward gave: ``rows[i]`` belongs to ``positions[i]``.
+
+    With ``out``, its hidden states and attention weights ride along; ``first`` is the position of its
+    first token.
+    """
+    scored = targets(job.request.token_ids, positions)
+    for a in range(0, len(positions), work.settings.block_rows):
+        b = a + work.settings.block_rows
+        chunk = RowChunk(work.model.product(rows[a:b]), 0, positions[a:b], scored[a:b])
+        pending = job.extractor.extract(chunk)
+        if out is not None:
+            attach(pending, job.request, out, 0, positions[a:b] - first)
+        yield pending
+
+
+def _emit_together(work: Work, small: Sequence[tuple[Job, torch.Tensor]]) -> Iterator[PendingBlock]:
+    """One head product for the rows of several short prompts."""
+    waiting = list(small)
+    while waiting:
+        taken: list[tuple[Job, torch.Tensor]] = []
+        rows = 0
+        while waiting and (not taken or rows + len(waiting[0][1]) <= work.settings.block_rows):
+            taken.append(waiting.pop(0))
+            rows += len(taken[-1][1])
+        product = work.model.product(torch.cat([rows for _, rows in taken]), shared=len(taken) > 1)
+        first = 0
+        for job, own in taken:
+            scored = targets(job.request.token_ids, job.positions)
+            yield job.extractor.extract(RowChunk(product, first, job.positions, scored))
+            first += len(own)
+
+
+def select_rows(rows: torch.Tensor, places: NDArray[np.int64]) -> torch.Tensor:
+    """Rows at ascending places, without a copy when they are consecutive."""
+    if not len(places):
+        return rows[:0]
+    if places[-1] - places[0] + 1 == len(places):
+        return rows[places[0] : places[-1] + 1]
+    return rows[torch.from_numpy(places).to(rows.device)]
+
+
+def attach(pending: PendingBlock, request: Request, out: Output, row: int, places: NDArray[np.int64]) -> None:
+    """Hidden states and attention weights of these tokens of a forward's sequence ``row`` ride along."""
+    for layer in request.hidden_states:
+        pending.block.hidden_states[layer] = to_host(
+            select_rows(out.hidden_states[layer][row], places), pending
+        )
+    for layer in request.attentions:
+        weights = out.attentions[layer][row].transpose(0, 1)
+        pending.block.attentions[layer] = to_host(select_rows(weights, places).contiguous(), pending)

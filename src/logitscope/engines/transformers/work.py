@@ -1,0 +1,71 @@
+"""What scoring and generation share: the model, how work is cut up, and where rows go."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeAlias
+
+from logitscope.engines.tokenizer import Tokenizer
+from logitscope.engines.transformers.model import CausalModel
+from logitscope.extract import Extractor, PendingBlock
+from logitscope.rows import Buffer, End, Request, Stage
+
+Item: TypeAlias = "PendingBlock | End"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How work is cut up. Rows do not depend on it beyond the stated tolerance.
+
+    Attributes:
+        block_rows: rows that the head multiplies at a time.
+        uncached_tokens: up to so many tokens a prompt runs in one forward, without a KV cache.
+        chunk_tokens: beyond it, tokens a forward, over one preallocated cache.
+        forward_tokens: tokens that a forward over several prompts may have.
+        padding: share of such a forward that may be padding.
+        sequences: that are generated together.
+    """
+
+    block_rows: int
+    uncached_tokens: int = 8192
+    chunk_tokens: int = 1024
+    forward_tokens: int = 2048
+    padding: float = 0.06
+    sequences: int = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One call of the engine.
+
+    Attributes:
+        model: that runs.
+        dtype: name of the dtype of its rows.
+        settings: how work is cut up.
+        buffer: where values go; None for fresh arrays.
+        tokenizer: for stop strings and text.
+        eos_ids: ids that end a sequence unless a request ignores them.
+    """
+
+    model: CausalModel
+    dtype: str
+    settings: Settings
+    buffer: Buffer | None
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+
+    def extractor(self, request: Request, index: int, stage: Stage = "raw") -> Extractor:
+        """The extractor of one request's rows."""
+        return Extractor(
+            request,
+            index,
+            model_dtype=self.dtype,
+            vocab_size=self.model.vocab_size,
+            stage=stage,
+            buffer=self.buffer,
+        )
+
+    def chunk_size(self, tokens: int) -> int:
+        """Tokens a forward for a prompt of ``tokens``; smaller without a head: its logits exist whole."""
+        limit = self.settings.uncached_tokens if self.model.head is not None else self.settings.chunk_tokens
+        return self.settings.chunk_tokens if tokens > limit else tokens

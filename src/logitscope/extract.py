@@ -1,0 +1,215 @@
+"""The extractor: a chunk of rows on the engine's device becomes a row block of what was asked.
+
+Every engine calls this one. Summaries and encodings are computed on the device, before any copy; copies
+to the host are asynchronous on CUDA, and a block is waited for only when it is handed on.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from logitscope.encodings import encoding
+from logitscope.errors import EncodingError, LogitscopeError, NonFiniteError
+from logitscope.numerics import device as numerics
+from logitscope.rows import Buffer, Chunk, Ids, Request, RowBlock, Stage
+
+_AHEAD = 2
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass
+class PendingBlock:
+    """A block whose values may still be on their way to the host."""
+
+    block: RowBlock
+    steps: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+    def wait(self) -> RowBlock:
+        """The block, complete and checked.
+
+        Raises:
+            NonFiniteError: the model computed NaN.
+            EncodingError: a finite value does not fit the encoding.
+        """
+        for step in self.steps:
+            step()
+        self.steps.clear()
+        return self.block
+
+
+def in_order(items: Iterable[PendingBlock | _T], *, ahead: int = _AHEAD) -> Iterator[RowBlock | _T]:
+    """Hand items on in order, keeping ``ahead`` in flight so that copies overlap with computing."""
+    queue: collections.deque[PendingBlock | _T] = collections.deque()
+    for item in items:
+        queue.append(item)
+        while len(queue) > ahead:
+            yield _ready(queue.popleft())
+    while queue:
+        yield _ready(queue.popleft())
+
+
+def _ready(item: PendingBlock | _T) -> RowBlock | _T:
+    return item.wait() if isinstance(item, PendingBlock) else item
+
+
+class Extractor:
+    """Applies one request's ``select.vocab``, ``encode`` and ``summary`` to chunks of its rows.
+
+    Args:
+        request: what was asked.
+        index: the request's place in the stream.
+        model_dtype: name of the dtype of raw rows.
+        vocab_size: columns of a row.
+        stage: of the rows.
+        buffer: where values go; fresh arrays without it.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        *,
+        model_dtype: str,
+        vocab_size: int,
+        stage: Stage = "raw",
+        buffer: Buffer | None = None,
+    ) -> None:
+        self.request, self.index, self.stage, self.buffer = request, index, stage, buffer
+        self.vocab_size = vocab_size
+        self.encoding = encoding(request.value_format(stage, model_dtype))
+        self.direct = self.encoding.name == (model_dtype if stage == "raw" else "float32")
+        self.keep_values = request.select is not None and request.select.vocab is not None
+        self.rows = 0
+
+    def extract(self, chunk: Chunk, *, token_ids: Ids | None = None) -> PendingBlock:
+        """Begin the block of a chunk; its rows follow those of the chunk before it.
+
+        Args:
+            chunk: rows in ascending positions.
+            token_ids: generated ids that this block brings.
+        """
+        block = RowBlock(self.index, chunk.positions, stage=self.stage)
+        if token_ids is not None:
+            block.token_ids = token_ids
+        pending = PendingBlock(block)
+        if len(block):
+            self._fill(chunk, pending)
+        self.rows += len(block)
+        return pending
+
+    def _fill(self, chunk: Chunk, pending: PendingBlock) -> None:
+        if not (self.keep_values or self.request.summary):
+            return
+        logits = self._keep(chunk, pending) if self.keep_values else chunk.logits()
+        if self.request.summary:
+            targets = torch.from_numpy(chunk.targets.astype(np.int64)).to(chunk.device, non_blocking=True)
+            for name, values in numerics.summaries(logits, targets, self.request.summary).items():
+                pending.block.summary[name] = to_host(values, pending)
+        bad = chunk.non_finite()
+        if bad is not None:
+            self._check(pending, bad, non_finite)
+
+    def _keep(self, chunk: Chunk, pending: PendingBlock) -> torch.Tensor:
+        """Encode into the block's values; returns the logits themselves."""
+        block = pending.block
+        if self.request.keep_on_device:
+            logits: torch.Tensor = chunk.logits()
+            # Always a copy: the engine uses the tensor of its logits again.
+            block.values = self._encoded(logits, self._empty_like(logits), pending)
+            return logits
+        block.values = self._array(block)
+        if chunk.device.type != "cpu":
+            logits = chunk.logits()
+            encoded = logits if self.direct else self._encoded(logits, self._empty_like(logits), pending)
+            to_host(encoded, pending, block.values)
+            return logits
+        if self.direct:
+            direct: torch.Tensor = chunk.logits(out=tensor_over(block.values))
+            return direct
+        logits = chunk.logits()
+        self._encoded(logits, tensor_over(block.values), pending)
+        return logits
+
+    def _empty_like(self, logits: torch.Tensor) -> torch.Tensor:
+        dtype = getattr(torch, self.encoding.name)
+        return torch.empty(logits.shape, dtype=dtype, device=logits.device)
+
+    def _encoded(self, logits: torch.Tensor, out: torch.Tensor, pending: PendingBlock) -> torch.Tensor:
+        overflow = self.encoding.encode(logits, out)
+        if overflow is not None:
+            self._check(pending, overflow, self._overflow)
+        return out
+
+    def _array(self, block: RowBlock) -> NDArray[Any]:
+        if self.buffer is not None:
+            return self.buffer(self.index, self.stage, self.rows, len(block))
+        return np.empty((len(block), self.vocab_size), self.encoding.dtype)
+
+    def _check(
+        self, pending: PendingBlock, flag: torch.Tensor, error: Callable[[str], LogitscopeError]
+    ) -> None:
+        found = to_host(flag.reshape(1), pending)
+        positions = pending.block.positions
+        where = f"request {self.index}, rows {positions[0]} … {positions[-1]}"
+
+        def check() -> None:
+            if found[0]:
+                raise error(where)
+
+        pending.steps.append(check)
+
+    def _overflow(self, where: str) -> LogitscopeError:
+        return EncodingError(
+            f"values do not fit {self.encoding.name}",
+            where=where,
+            expected="at most 65504 in absolute value",
+            fix="Use encode='bfloat16' or 'float32'.",
+        )
+
+
+def non_finite(where: str) -> NonFiniteError:
+    """The error for rows that are NaN or infinite."""
+    return NonFiniteError(
+        "the model computed NaN or infinite values",
+        where=where,
+        expected="finite values",
+        fix="Check the weights; float16 can overflow: open with dtype='bfloat16' or 'float32'.",
+    )
+
+
+def tensor_over(array: NDArray[Any]) -> torch.Tensor:
+    """A tensor over the memory of an array; bfloat16 is ml_dtypes' in NumPy."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_host(values: torch.Tensor, pending: PendingBlock, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    """Host array of a tensor, complete when the block is waited for; on CUDA through pinned memory."""
+    values = values.detach()
+    name = str(values.dtype).removeprefix("torch.")
+    if out is None and values.device.type == "cpu" and name != "bfloat16":
+        return np.asarray(values.numpy())
+    array = np.empty(values.shape, ml_dtypes.bfloat16 if name == "bfloat16" else name) if out is None else out
+    if values.device.type != "cuda":
+        tensor_over(array).copy_(values)
+        return array
+    staged = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    staged.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(values.device))
+
+    def finish() -> None:
+        copied.synchronize()
+        tensor_over(array).copy_(staged)
+
+    pending.steps.append(finish)
+    return array

@@ -1,0 +1,114 @@
+"""The canonical head product: a row's bits do not depend on the block it is multiplied in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from logitscope.engines.transformers.head import Head, compare_head, final_transforms
+
+VOCAB, WIDTH = 1001, 48
+
+
+def make_head(
+    *, bias: bool = False, dtype: torch.dtype = torch.float32, rows: int = VOCAB, packed: bool = False
+) -> Head:
+    torch.manual_seed(1)
+    module = nn.Linear(WIDTH, rows, bias=bias).to(dtype).requires_grad_(False)
+    head = Head(module, transforms=(), vocab_size=VOCAB, dtype=dtype)
+    if packed:
+        head.pack()
+    return head
+
+
+def hidden_rows(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+HEADS = {
+    (bias, name, packed): make_head(bias=bias, dtype=getattr(torch, name), packed=packed)
+    for bias in (False, True)
+    for name in ("float32", "bfloat16")
+    for packed in (False, True)
+}
+
+
+@pytest.mark.parametrize("key", HEADS, ids=str)
+@given(cuts=st.lists(st.integers(1, 119), max_size=8))
+def test_any_cut_into_blocks_gives_the_same_bits(key: tuple[bool, str, bool], cuts: list[int]) -> None:
+    head = HEADS[key]
+    hidden = hidden_rows(120, head.dtype)
+    whole = head.project(hidden).clone()
+    borders = sorted({0, 120, *cuts})
+    parts = [head.project(hidden[a:b]).clone() for a, b in zip(borders, borders[1:], strict=False)]
+    if head.rows_multiple is None:
+        torch.testing.assert_close(torch.cat(parts), whole)
+    else:
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@given(order=st.permutations(range(40)))
+def test_the_order_of_rows_does_not_matter(order: list[int]) -> None:
+    head, hidden = HEADS[False, "float32", False], hidden_rows(40)
+    if head.rows_multiple is None:
+        pytest.skip("this processor has no bit-stable block")
+    assert torch.equal(head.project(hidden[order]).clone(), head.project(hidden)[order])
+
+
+def test_the_number_of_threads_does_not_matter() -> None:
+    head, hidden = HEADS[False, "float32", True], hidden_rows(77)
+    if head.rows_multiple is None:
+        pytest.skip("this processor has no bit-stable block")
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(head.project(hidden).clone())
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 16, 50])
+def test_rows_are_the_float64_product(bias: bool, rows: int) -> None:
+    head, hidden = HEADS[bias, "float32", False], hidden_rows(rows)
+    truth = hidden.double() @ head.weight.double().T
+    if head.bias is not None:
+        truth += head.bias.double()
+    assert float((head.project(hidden).double() - truth).abs().max()) < 1e-5
+
+
+def test_rows_are_written_where_they_are_wanted() -> None:
+    head, hidden = HEADS[True, "float32", False], hidden_rows(21)
+    out = torch.full((21, VOCAB), torch.nan)
+    assert head.project(hidden, out) is out
+    assert torch.equal(out, head.project(hidden))
+
+
+def test_padded_rows_of_the_head_are_cut_off() -> None:
+    padded, exact = make_head(rows=VOCAB + 23), make_head()
+    exact.module.load_state_dict({"weight": padded.weight})
+    assert torch.equal(padded.project(hidden_rows(9)).clone(), exact.project(hidden_rows(9)))
+
+
+def test_transforms_are_the_configs() -> None:
+    class Config:
+        logit_scale = 0.25
+        final_logit_softcapping = 30.0
+
+    assert final_transforms(Config()) == (("multiply", 0.25), ("softcap", 30.0))
+
+
+def test_a_head_that_does_not_reproduce_the_model_is_not_used() -> None:
+    rows = torch.randn(8, VOCAB)
+    assert compare_head(rows, rows).identical
+    close = compare_head(rows, rows + 1e-6)
+    assert (close.used, close.identical) == (True, False)
+    assert not compare_head(rows, rows + 0.1).used
+    assert not compare_head(rows, torch.full_like(rows, torch.nan)).used
+    assert not compare_head(rows, torch.randn(8, VOCAB + 1)).used
