@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved rounds, paired ratios with their interval, peak memory, tables.
+"""What the benchmarks share: interleaved rounds, paired ratios with their interval, tables, the machine.
 
 The rule for every figure: at least 15 interleaved pairs, the median of the paired ratios with its 95 %
 interval, and "reached" if the interval's lower end meets the target. A figure whose whole interval meets it
@@ -7,7 +7,6 @@ is marked so, because for a "≤" target the lower end is the lenient one.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import datetime
 import gc
@@ -17,16 +16,15 @@ import pathlib
 import platform
 import re
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 MIN_PAIRS = 15
-_SETTLE_S = 0.2  # threads of the leg before stop spinning
-_T = TypeVar("_T")
+SETTLE_S = 0.2
+"""Pause before a leg, so that the threads of the one before stop spinning."""
 
 
 # -- interleaved timing --------------------------------------------------------------------------------
@@ -39,12 +37,12 @@ class Leg:
     Attributes:
         name: what it is called in `rounds`' result.
         seconds: runs it once and says how long it took; see `clocked`.
-        weight: expected cost, in any unit that all legs share.
+        cost: expected, in any unit that all legs share.
     """
 
     name: str
     seconds: Callable[[], float]
-    weight: float = 1.0
+    cost: float = 1.0
 
 
 def clocked(run: Callable[[], Any], *, finish: Callable[[], None] | None = None) -> Callable[[], float]:
@@ -74,6 +72,7 @@ def rounds(
     warm_up: bool = True,
     done: Callable[[float], None] | None = None,
     deadline: float = math.inf,
+    settle_s: float = SETTLE_S,
 ) -> dict[str, list[float]]:
     """Seconds of every leg in ``count`` rounds, interleaved: A B C, C B A, A B C, …
 
@@ -81,8 +80,9 @@ def rounds(
         legs: run once a round each.
         count: rounds.
         warm_up: run each leg once before, off the record.
-        done: called with a leg's weight whenever it ran.
+        done: called with a leg's cost whenever it ran.
         deadline: no further round begins after this ``time.monotonic()``.
+        settle_s: pause before each leg.
     """
     taken: dict[str, list[float]] = {leg.name: [] for leg in legs}
     for number in range(-1 if warm_up else 0, count):
@@ -90,12 +90,12 @@ def rounds(
             break
         for leg in legs if number % 2 == 0 else legs[::-1]:
             gc.collect()
-            time.sleep(_SETTLE_S)
+            time.sleep(settle_s)
             seconds = leg.seconds()
             if number >= 0:
                 taken[leg.name].append(seconds)
             if done is not None:
-                done(leg.weight)
+                done(leg.cost)
     return taken
 
 
@@ -163,7 +163,7 @@ class Table:
 
     title: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
     note: str = ""
 
     def markdown(self) -> str:
@@ -208,80 +208,6 @@ def ratio_row(
     )
 
 
-# -- memory --------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Peak:
-    """Resident memory of this process around a call, in bytes.
-
-    Attributes:
-        before: just before it, after freed memory was given back to the system.
-        over: highest of the call, beyond ``before``.
-        how: what measured it.
-    """
-
-    before: int
-    over: int
-    how: str
-
-
-def peak(run: Callable[[], _T]) -> tuple[_T, Peak]:
-    """Result of a call and its peak memory: the kernel's own high-water mark where it can be reset."""
-    gc.collect()
-    _give_back_freed_memory()
-    before = _status_bytes("VmRSS")
-    if before is None:
-        return _sampled_peak(run)
-    try:
-        pathlib.Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return _sampled_peak(run)
-    result = run()
-    highest = _status_bytes("VmHWM")
-    assert highest is not None
-    return result, Peak(before, highest - before, "kernel's high-water mark")
-
-
-def _sampled_peak(run: Callable[[], _T]) -> tuple[_T, Peak]:
-    import psutil
-
-    process = psutil.Process()
-    before = highest = int(process.memory_info().rss)
-    ended = threading.Event()
-
-    def sample() -> None:
-        nonlocal highest
-        while not ended.wait(0.002):
-            highest = max(highest, int(process.memory_info().rss))
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    try:
-        result = run()
-        highest = max(highest, int(process.memory_info().rss))
-    finally:
-        ended.set()
-        thread.join()
-    return result, Peak(before, highest - before, "sampled every 2 ms")
-
-
-def _status_bytes(name: str) -> int | None:
-    try:
-        status = pathlib.Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    found = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
-    return None if found is None else int(found[1]) * 1024
-
-
-def _give_back_freed_memory() -> None:
-    """Memory that the allocator keeps would otherwise be used again without being seen."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
-
-
 # -- the machine ---------------------------------------------------------------------------------------
 
 
@@ -295,7 +221,7 @@ def machine(**more: str) -> dict[str, str]:
         "processor": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "kernels": f"{torch.backends.cpu.get_cpu_capability()}, MKL {mkl[1] if mkl else 'none'}",
         "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
-        "load at the start": f"{psutil.getloadavg()[0]:.1f} (over a minute; other programs disturb the figures)",
+        "load at the start": f"{psutil.getloadavg()[0]:.1f} (last minute; other programs disturb)",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
         "versions": ", ".join(
             f"{name} {_version(name)}" for name in ("logitscope", "torch", "transformers", "numpy")

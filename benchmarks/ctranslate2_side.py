@@ -6,8 +6,8 @@ CTranslate2's converter needs an older Transformers than the project, so it runs
     ct2/bin/pip install torch==2.13.0 "transformers<5.20" ctranslate2==4.8.5
     python benchmarks/embedded.py --ctranslate2 ct2/bin/python
 
-Usage: ctranslate2_side.py MODEL_FOLDER THREADS. The same weights are converted to CTranslate2's format in float32.
-Requests and answers are JSON objects, one a line, on stdin and stdout:
+Usage: ctranslate2_side.py MODEL_FOLDER THREADS. The same weights are converted to CTranslate2's format, in
+float32. Requests and answers are JSON objects, one a line, on stdin and stdout:
 
     {"token_ids": [1, 2, 3], "new_tokens": 0, "save": null}  ->  {"seconds": 0.5}
 
@@ -45,7 +45,7 @@ class Side:
         self.generator = ctranslate2.Generator(
             converted, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
         )
-        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run one request and say how long it took; turning ids into strings is off the clock."""

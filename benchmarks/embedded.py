@@ -4,7 +4,7 @@
     python benchmarks/embedded.py --only logits batch --pairs 31 --markdown
     python benchmarks/embedded.py --ctranslate2 ct2/bin/python      # see ctranslate2_side.py
 
-Prints ratios, by the rule in `_measure`. Times are wall-clock; run it on a machine that does nothing else.
+Prints ratios, by the rule in `_measure`. Times are wall-clock: run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -23,27 +23,44 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import _measure as measure
 import numpy as np
-from _measure import Leg, Table, Target, clocked
+from _measure import (
+    MIN_PAIRS,
+    RATIO_COLUMNS,
+    Leg,
+    Table,
+    Target,
+    clocked,
+    machine,
+    machine_table,
+    progress,
+    ratio_row,
+    rounds,
+    show,
+)
+from _peak import CHUNKED, UNLIMITED_BYTES
 
 HERE = pathlib.Path(__file__).resolve().parent
-MB = 1e6
-UNLIMITED_BYTES = 2**60
-CHUNKED = {"uncached_tokens": 0, "chunk_tokens": 1024}
-LOAD_WEIGHT = 3000.0
-"""A fresh process that loads the model costs about as much as a forward of so many tokens."""
-STEP_WEIGHT = {"transformers": 22.0, "ours": 22.0, "eight": 40.0, "ctranslate2": 12.0}
-"""A decoding step costs about as much as a forward of so many tokens."""
+MB, GB = 1e6, 1e9
+LONG, PROMPT, MIXED, MIXED_TOKENS = 8000, 1024, 64, (16, 512)
+NEW_TOKENS, GENERATE_FROM, TOGETHER = 64, 32, 8
+FRESH_IMPORTS = 11
+AGAINST = ("against", *RATIO_COLUMNS[1:])
+
+# For the estimate: what costs about as much as a forward of so many tokens.
+LOAD, STEP, STEP_OF_EIGHT, STEP_OF_CTRANSLATE2, IMPORT = 3000.0, 22.0, 40.0, 12.0, 100.0
 
 
-class OtherSide:
+class CTranslate2:
     """CTranslate2 in a process of its own: `ctranslate2_side.py`.
 
     Args:
         python: the interpreter of its environment.
-        folder: of the model.
+        folder: of the Transformers model.
         threads: of one product.
+
+    Attributes:
+        versions: its libraries.
     """
 
     def __init__(self, python: str, folder: str, threads: int) -> None:
@@ -54,8 +71,8 @@ class OtherSide:
         )
         self.versions = str(self._read()["versions"])
 
-    def seconds(self, token_ids: Sequence[int], new_tokens: int = 0, save: str | None = None) -> float:
-        """Time of one request, taken there."""
+    def seconds(self, token_ids: Sequence[int], *, new_tokens: int = 0, save: str | None = None) -> float:
+        """Time of one request, taken over there."""
         assert self._process.stdin is not None
         request = {"token_ids": list(token_ids), "new_tokens": new_tokens, "save": save}
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -72,7 +89,9 @@ class OtherSide:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"ctranslate2_side.py ended with exit status {self._process.wait()}; see above")
+            raise SystemExit(
+                f"ctranslate2_side.py ended with status {self._process.wait()}; its error is above"
+            )
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -82,48 +101,60 @@ class Bench:
     """What every section works on.
 
     Attributes:
-        engine: the embedded engine, as `logitscope.open` gives it.
+        engine: the embedded engine.
         folder: where its model was loaded from.
         pairs: rounds of each comparison.
-        prompts: of the mixed batch, a round.
+        prompts: of the 64 mixed ones, in one round.
         other: CTranslate2, or None.
-        advance: is told the weight of what ran.
+        advance: is told the cost of what ran.
     """
 
     engine: Any
     folder: str
     pairs: int
     prompts: int
-    other: OtherSide | None = None
-    advance: Callable[[float], None] = lambda weight: None
+    other: CTranslate2 | None = None
+    advance: Callable[[float], None] = lambda cost: None
 
     def fit(self, tokens: int) -> int:
         """So many tokens, or as many as the model reads."""
         return min(tokens, self.engine.context_length or tokens)
 
     def document(self, tokens: int) -> list[int]:
-        """Ids of a long English text, exactly so many: the licence, repeated."""
+        """Ids of an English text of so many tokens, or as many as the model reads: the licence, repeated."""
         text = (HERE.parent / "LICENSE").read_text(encoding="utf-8")
         ids = self.engine.tokenizer.encode(text).tolist()
         return list(itertools.islice(itertools.cycle(ids), self.fit(tokens)))
 
-    def rounds(
-        self, legs: Sequence[Leg], *, count: int | None = None, warm_up: bool = True
-    ) -> dict[str, list[float]]:
-        """Interleaved rounds of the legs."""
-        return measure.rounds(legs, count or self.pairs, warm_up=warm_up, done=self.advance)
-
-    def weight(self, legs: Sequence[Leg], *, count: int | None = None, warm_up: bool = True) -> float:
-        """Expected cost of `rounds`, in tokens."""
-        return sum(leg.weight for leg in legs) * ((count or self.pairs) + warm_up)
-
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One part of the benchmark: its expected cost in tokens of a forward, and how to run it."""
+    """One part of the benchmark.
 
-    weight: float
+    Attributes:
+        cost: expected, in tokens of a forward.
+        run: measures it.
+    """
+
+    cost: float
     run: Callable[[], Table]
+
+
+def compared(
+    bench: Bench,
+    legs: Sequence[Leg],
+    table: Callable[[dict[str, list[float]]], Table],
+    *,
+    count: int | None = None,
+    warm_up: bool = True,
+) -> Section:
+    """A section that runs legs in interleaved rounds and makes a table of their times."""
+    turns = bench.pairs if count is None else count
+
+    def run() -> Table:
+        return table(rounds(legs, turns, warm_up=warm_up, done=bench.advance))
+
+    return Section(sum(leg.cost for leg in legs) * (turns + warm_up), run)
 
 
 def forward(model: Any, token_ids: Sequence[int], **options: Any) -> Any:
@@ -138,83 +169,61 @@ def forward(model: Any, token_ids: Sequence[int], **options: Any) -> Any:
 
 
 def logits_section(bench: Bench) -> Section:
-    engine, ids = bench.engine, bench.document(1024)
+    engine, ids, other = bench.engine, bench.document(PROMPT), bench.other
     legs = [
         Leg("ours", clocked(lambda: engine.logits(ids)), len(ids)),
         Leg("uncached", clocked(lambda: forward(engine.model, ids, use_cache=False)), len(ids)),
         Leg("default", clocked(lambda: forward(engine.model, ids)), len(ids)),
     ]
-    if bench.other is not None:
-        legs.append(Leg("ctranslate2", lambda: other_seconds(bench, ids), len(ids)))
+    if other is not None:
+        legs.append(Leg("ctranslate2", lambda: other.seconds(ids), len(ids)))
 
-    def run() -> Table:
-        times = bench.rounds(legs)
-        rows = [
-            measure.ratio_row(
-                "Transformers, `use_cache=False`", times["ours"], times["uncached"], Target("≤", 1.03)
-            ),
-            measure.ratio_row(
-                "Transformers, `model(ids)`", times["ours"], times["default"], Target("≤", 1.03)
-            ),
+    def table(times: dict[str, list[float]]) -> Table:
+        sides = [
+            ("Transformers, `model(ids, use_cache=False)`", "uncached", Target("≤", 1.03)),
+            ("Transformers, `model(ids)`", "default", Target("≤", 1.03)),
+            ("CTranslate2, `forward_batch`", "ctranslate2", Target("≤", 1.05)),
         ]
-        if bench.other is not None:
-            rows.append(
-                measure.ratio_row(
-                    "CTranslate2, `forward_batch`", times["ours"], times["ctranslate2"], Target("≤", 1.05)
-                )
-            )
-        title = f"Complete float32 logits of 1 × {len(ids):,} tokens"
-        return Table(title, ("against", *measure.RATIO_COLUMNS[1:]), rows, agreement(bench))
+        rows = [ratio_row(name, times["ours"], times[leg], t) for name, leg, t in sides if leg in times]
+        return Table(f"Complete float32 logits of 1 × {len(ids):,} tokens", AGAINST, rows, agreement(bench))
 
-    return Section(bench.weight(legs), run)
-
-
-def other_seconds(bench: Bench, ids: Sequence[int], new_tokens: int = 0) -> float:
-    assert bench.other is not None
-    return bench.other.seconds(ids, new_tokens)
+    return compared(bench, legs, table)
 
 
 def agreement(bench: Bench) -> str:
-    """What was compared is the same: worst differences over the rows of 64 tokens."""
+    """That the sides compute the same: worst differences over the rows of 64 tokens."""
     ids = bench.document(64)
     ours = np.asarray(bench.engine.logits(ids))
-    plain = float(np.abs(ours - forward(bench.engine.model, ids, use_cache=False)[0].numpy()).max())
-    note = f"Worst difference over 64 rows: {plain:.1e} from Transformers"
+    plain = forward(bench.engine.model, ids, use_cache=False)[0].numpy()
+    note = f"Worst difference over {len(ids)} rows: {np.abs(ours - plain).max():.1e} from Transformers"
     if bench.other is None:
         return f"{note}. CTranslate2 was not measured: no `--ctranslate2 PYTHON` was given."
     with tempfile.TemporaryDirectory() as folder:
         file = str(pathlib.Path(folder, "rows.npy"))
         bench.other.seconds(ids, save=file)
-        return f"{note}, {float(np.abs(ours - np.load(file)).max()):.1e} from CTranslate2."
+        return f"{note}, {np.abs(ours - np.load(file)).max():.1e} from CTranslate2."
 
 
 # -- memory --------------------------------------------------------------------------------------------
-
-LONG = 8000
 
 
 def memory_section(bench: Bench) -> Section:
     from logitscope.engines.transformers.cache import bytes_per_token
 
-    long, short = bench.fit(LONG), bench.fit(1024)
+    long, short = bench.fit(LONG), bench.fit(PROMPT)
     cache = bytes_per_token(bench.engine.model.config, 4) * long / MB
     cases = [
-        ("ours", f"complete logits of {short:,} tokens", short, Target("≤", 150)),
-        ("plain", f"the same, Transformers `use_cache=False`: {short:,} tokens", short, None),
+        ("logits", f"complete logits of {short:,} tokens", short, Target("≤", 150)),
+        ("transformers", "the same, Transformers `use_cache=False`", short, None),
         ("summary", f"summaries of {long:,} tokens, one forward", long, Target("≤", 450)),
-        (
-            "chunked",
-            f"summaries of {long:,} tokens, chunks of 1,024 (KV cache {cache:.0f} MB)",
-            long,
-            Target("≤", round(cache + 150)),
-        ),
+        ("chunked", f"summaries of {long:,} tokens, chunks of 1,024", long, Target("≤", round(cache + 150))),
     ]
 
     def run() -> Table:
         rows = []
-        for name, label, tokens, target in cases:
-            rows.append((label, *peak_cells(fresh_peak(bench, name, tokens), target)))
-            bench.advance(tokens + LOAD_WEIGHT)
+        for case, label, tokens, target in cases:
+            rows.append((label, *peak_cells(fresh_peak(bench.folder, case, tokens), target)))
+            bench.advance(tokens + LOAD)
         columns = (
             "measurement",
             "loaded",
@@ -224,58 +233,31 @@ def memory_section(bench: Bench) -> Section:
             "target",
             "verdict",
         )
-        note = "MB (10⁶ bytes), each in a fresh process, over the loaded model after a warm-up of 16 tokens."
+        note = (
+            "MB (10⁶ bytes); each in a fresh process, over the loaded model after a warm-up of 16 tokens. "
+            "What the engine loads includes its packed head. "
+            f"The KV cache of {long:,} tokens is {cache:.0f} MB."
+        )
         return Table("Peak memory", columns, rows, note)
 
-    return Section(sum(tokens + LOAD_WEIGHT for _, _, tokens, _ in cases), run)
+    return Section(sum(tokens + LOAD for _, _, tokens, _ in cases), run)
 
 
 def peak_cells(found: dict[str, Any], target: Target | None) -> tuple[str, ...]:
     beyond = (found["over"] - found["result"]) / MB
-    sizes = tuple(f"{size / MB:.0f}" for size in (found["before"], found["over"], found["result"]))
+    sizes = tuple(f"{found[name] / MB:.0f}" for name in ("loaded", "over", "result"))
     if target is None:
-        return (*sizes, f"{beyond:.0f}", "compared", "")
+        return (*sizes, f"{beyond:.0f}", "reported", "")
     return (*sizes, f"{beyond:.0f}", str(target), "reached" if target.meets(beyond) else "missed")
 
 
-def fresh_peak(bench: Bench, name: str, tokens: int) -> dict[str, Any]:
-    """`peak_of` in a process of its own."""
-    command = [sys.executable, str(HERE / "embedded.py"), "--model", bench.folder]
-    done = subprocess.run(
-        [*command, "--peak", name, str(tokens)], stdout=subprocess.PIPE, text=True, check=True
-    )
+def fresh_peak(folder: str, case: str, tokens: int) -> dict[str, Any]:
+    """`_peak.peak_of` in a process of its own."""
+    command = [sys.executable, str(HERE / "_peak.py"), case, folder, str(tokens)]
+    environment = {**os.environ, "TQDM_DISABLE": "1"}  # one progress bar is enough
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def peak_of(name: str, folder: str, tokens: int) -> dict[str, Any]:
-    """Peak memory of one case over the loaded model, and the size of its result, in bytes.
-
-    Args:
-        name: ``ours``, ``plain``, ``summary`` or ``chunked``.
-        folder: of the model.
-        tokens: of the prompt.
-    """
-    run, vocab_size = peak_case(name, folder)
-    ids = [i * 7919 % vocab_size for i in range(tokens)]
-    run(ids[:16])
-    size, peak = measure.peak(lambda: run(ids))
-    return {**dataclasses.asdict(peak), "result": size}
-
-
-def peak_case(name: str, folder: str) -> tuple[Callable[[Sequence[int]], int], int]:
-    """What runs, which says the size of its result and keeps nothing; and the vocabulary's size."""
-    if name == "plain":
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-        return lambda ids: int(forward(model, ids, use_cache=False).nbytes), model.config.vocab_size
-    engine = open_engine(folder, **(CHUNKED if name == "chunked" else {}))
-    if name == "ours":
-        return lambda ids: int(np.asarray(engine.logits(list(ids))).nbytes), engine.vocab_size
-    return lambda ids: sum(
-        array.nbytes for array in summaries(engine, ids).summary.values()
-    ), engine.vocab_size
 
 
 # -- growth --------------------------------------------------------------------------------------------
@@ -283,54 +265,49 @@ def peak_case(name: str, folder: str) -> tuple[Callable[[Sequence[int]], int], i
 
 def growth_section(bench: Bench) -> Section:
     engine = bench.engine
-    chunked = open_engine(engine.model, tokenizer=engine.tokenizer.wrapped, **CHUNKED)
+    sides = {
+        "one forward": engine,
+        "chunks of 1,024": open_engine(engine.model, tokenizer=engine.tokenizer.wrapped, **CHUNKED),
+    }
     lengths = sorted({bench.fit(n) for n in (1024, 2048, 4096, LONG)})
-    documents = {n: bench.document(n) for n in lengths}
     legs = [
-        Leg(f"{name} {n}", clocked(functools.partial(summaries, side, documents[n])), n * (1 + n / 8192))
+        Leg(f"{name} {n}", clocked(functools.partial(summaries, side, bench.document(n))), n * (1 + n / 8192))
         for n in lengths
-        for name, side in (("whole", engine), ("chunked", chunked))
+        for name, side in sides.items()
     ]
     count = max(1, bench.pairs // 5)
 
-    def run() -> Table:
-        times = bench.rounds(legs, count=count, warm_up=False)
-        per_token = {
-            name: 1e3 * statistics.median(taken) / int(name.split()[1]) for name, taken in times.items()
-        }
-        rows = [
-            (
-                f"{n:,}",
-                *(
-                    f"{per_token[f'{name} {n}']:.3f} ({per_token[f'{name} {n}'] / per_token[f'{name} {lengths[0]}']:.2f} ×)"
-                    for name in ("whole", "chunked")
-                ),
-            )
-            for n in lengths
-        ]
-        note = f"Summaries only, milliseconds a token, median of {count} (× the shortest document)."
-        return Table("Time as a document grows", ("tokens", "one forward", "chunks of 1,024"), rows, note)
+    def table(times: dict[str, list[float]]) -> Table:
+        def cell(name: str, n: int) -> str:
+            own, first = (statistics.median(times[f"{name} {m}"]) / m for m in (n, lengths[0]))
+            return f"{1e3 * own:.3f} ({own / first:.2f} ×)"
 
-    return Section(bench.weight(legs, count=count, warm_up=False), run)
+        rows = [(f"{n:,}", *(cell(name, n) for name in sides)) for n in lengths]
+        note = f"Summaries only: milliseconds a token, median of {count}, and times the shortest document's."
+        return Table("Time as a document grows", ("tokens", *sides), rows, note)
+
+    return compared(bench, legs, table, count=count, warm_up=False)
 
 
-# -- a mixed batch -------------------------------------------------------------------------------------
+def summaries(engine: Any, ids: Sequence[int]) -> Any:
+    from logitscope import Select
 
-MIXED = 64
+    return engine.logits(ids, select=Select(vocab=None), summary=True)
+
+
+# -- prompts of mixed lengths --------------------------------------------------------------------------
 
 
 def batch_section(bench: Bench) -> Section:
-    """Each round takes every n-th of the 64 prompts, sorted by length, so that all rounds are alike."""
     engine, model = bench.engine, bench.engine.model
     prompts = sorted(mixed_prompts(bench), key=len)
     parts = MIXED // bench.prompts
-    slices = [prompts[first::parts] for first in range(parts)]
-    real = sum(map(len, prompts)) // parts
-    cells = max(map(len, prompts)) * bench.prompts
+    slices = [prompts[first::parts] for first in range(parts)]  # all with about the same lengths
+    real, cells = sum(map(len, prompts)) // parts, len(prompts[-1]) * bench.prompts
 
-    def leg(name: str, run: Callable[[list[list[int]]], Any], weight: float) -> Leg:
-        turn = itertools.cycle(slices)  # every leg runs once a round, so all legs get the same prompts
-        return Leg(name, lambda: clocked(functools.partial(run, next(turn)))(), weight)
+    def leg(name: str, run: Callable[[list[list[int]]], Any], cost: float) -> Leg:
+        turn = itertools.cycle(slices)  # each leg runs once a round, so all see the same prompts
+        return Leg(name, lambda: clocked(functools.partial(run, next(turn)))(), cost)
 
     legs = [
         leg("ours", engine.logits, real),
@@ -338,37 +315,33 @@ def batch_section(bench: Bench) -> Section:
         leg("alone", lambda part: [forward(model, ids, use_cache=False) for ids in part], real),
     ]
 
-    def run() -> Table:
-        times = bench.rounds(legs, warm_up=False)
+    def table(times: dict[str, list[float]]) -> Table:
+        padded, alone = "Transformers, one padded batch: times faster", "Transformers, one by one"
         rows = [
-            measure.ratio_row(
-                "one padded Transformers batch: times faster",
-                times["ours"],
-                times["padded"],
-                Target("≥", 1.5),
-                faster=True,
-            ),
-            measure.ratio_row("one by one, Transformers", times["ours"], times["alone"], Target("≤", 1.0)),
+            ratio_row(padded, times["ours"], times["padded"], Target("≥", 1.5), faster=True),
+            ratio_row(alone, times["ours"], times["alone"], Target("≤", 1.0)),
         ]
-        shortest, longest = len(prompts[0]), len(prompts[-1])
+        width = 4 * int(engine.vocab_size) / GB
         note = (
-            f"{bench.prompts} prompts a round, of {MIXED} prompts of {shortest} to {longest} tokens ({sum(map(len, prompts)):,}). "
-            f"All sides give complete float32 rows and hold them together ({real * row_bytes(bench) / 1e9:.1f} GB; the padded "
-            f"batch {cells * row_bytes(bench) / 1e9:.1f} GB); they are freed off the clock. Transformers runs with `use_cache=False`."
+            f"{bench.prompts} prompts a round, of {MIXED} prompts of {len(prompts[0])} to "
+            f"{len(prompts[-1])} tokens ({sum(map(len, prompts)):,} in all). Each side gives complete float32 rows "
+            f"and holds them together: {real * width:.2f} GB, the padded batch {cells * width:.2f} GB; "
+            "they are freed off the clock. "
+            "Transformers runs with `use_cache=False`."
         )
-        return Table("Prompts of mixed lengths", ("against", *measure.RATIO_COLUMNS[1:]), rows, note)
+        return Table("Prompts of mixed lengths", AGAINST, rows, note)
 
-    return Section(bench.weight(legs, warm_up=False), run)
+    return compared(bench, legs, table, warm_up=False)
 
 
 def mixed_prompts(bench: Bench) -> list[list[int]]:
-    """64 stretches of the document, 16 to 512 tokens, uniformly drawn with a fixed seed."""
+    """64 stretches of a text, of 16 to 512 tokens, drawn uniformly with a fixed seed."""
     random = np.random.default_rng(0)
-    lengths = random.integers(16, bench.fit(512) + 1, MIXED)
-    document = bench.document(1024) * 2
-    return [
-        document[start : start + n] for start, n in zip(random.integers(0, 512, MIXED), lengths, strict=True)
-    ]
+    shortest, longest = map(bench.fit, MIXED_TOKENS)
+    lengths = random.integers(shortest, longest + 1, MIXED).tolist()
+    document = bench.document(PROMPT)
+    starts = random.integers(0, len(document), MIXED).tolist()
+    return [(document * 2)[start : start + n] for start, n in zip(starts, lengths, strict=True)]
 
 
 def padded_forward(model: Any, prompts: Sequence[Sequence[int]]) -> Any:
@@ -384,80 +357,48 @@ def padded_forward(model: Any, prompts: Sequence[Sequence[int]]) -> Any:
         return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
 
 
-def row_bytes(bench: Bench) -> int:
-    return 4 * int(bench.engine.vocab_size)
-
-
 # -- generation ----------------------------------------------------------------------------------------
-
-NEW_TOKENS = 64
-TOGETHER = 8
 
 
 def generation_section(bench: Bench) -> Section:
-    engine, model = bench.engine, bench.engine.model
-    document = bench.document(32 * TOGETHER)
-    prompts = [document[32 * i :][:32] or document[:32] for i in range(TOGETHER)]
+    model, other = bench.engine.model, bench.other
+    document = bench.document(GENERATE_FROM * TOGETHER) * TOGETHER
+    prompts = [document[GENERATE_FROM * i :][:GENERATE_FROM] for i in range(TOGETHER)]
+    one = prompts[0]
 
     def ours(inputs: Any) -> Any:
-        return engine.generate(inputs, max_new_tokens=NEW_TOKENS, return_logits=True, ignore_eos=True)
+        return bench.engine.generate(inputs, max_new_tokens=NEW_TOKENS, return_logits=True, ignore_eos=True)
 
     legs = [
-        Leg("ours", clocked(lambda: ours(prompts[0])), NEW_TOKENS * STEP_WEIGHT["ours"]),
-        Leg(
-            "transformers",
-            clocked(lambda: generated(model, prompts[0])),
-            NEW_TOKENS * STEP_WEIGHT["transformers"],
-        ),
-        Leg("eight", clocked(lambda: ours(prompts)), NEW_TOKENS * STEP_WEIGHT["eight"]),
+        Leg("ours", clocked(lambda: ours(one)), NEW_TOKENS * STEP),
+        Leg("transformers", clocked(lambda: generated(model, one)), NEW_TOKENS * STEP),
+        Leg("together", clocked(lambda: ours(prompts)), NEW_TOKENS * STEP_OF_EIGHT),
     ]
-    if bench.other is not None:
-        weight = NEW_TOKENS * STEP_WEIGHT["ctranslate2"]
-        legs.append(Leg("ctranslate2", lambda: other_seconds(bench, prompts[0], NEW_TOKENS), weight))
+    if other is not None:
+        cost = NEW_TOKENS * STEP_OF_CTRANSLATE2
+        legs.append(Leg("ctranslate2", lambda: other.seconds(one, new_tokens=NEW_TOKENS), cost))
 
-    def run() -> Table:
-        times = bench.rounds(legs)
+    def table(times: dict[str, list[float]]) -> Table:
+        hand, eight = (
+            "Transformers, `generate(output_logits=True)`",
+            f"{TOGETHER} at once: times the tokens a second of one",
+        )
+        side = "CTranslate2, `generate_batch(return_logits_vocab=True)`"
         rows = [
-            measure.ratio_row(
-                "Transformers, `generate(output_logits=True)`",
-                times["ours"],
-                times["transformers"],
-                Target("≤", 1.03),
-            ),
-            measure.ratio_row(
-                f"{TOGETHER} prompts at once against one: times the tokens per second",
-                times["eight"],
-                times["ours"],
-                Target("≥", 3),
-                faster=True,
-                scale=TOGETHER,
-            ),
+            ratio_row(hand, times["ours"], times["transformers"], Target("≤", 1.03)),
+            ratio_row(eight, times["together"], times["ours"], Target("≥", 3.0), faster=True, scale=TOGETHER),
         ]
-        if bench.other is not None:
-            rows.append(
-                measure.ratio_row(
-                    "CTranslate2, `generate_batch(return_logits_vocab=True)`",
-                    times["ours"],
-                    times["ctranslate2"],
-                    None,
-                )
-            )
-        same = (
-            generated(model, prompts[0]).sequences[0, -NEW_TOKENS:].tolist()
-            == ours(prompts[0]).token_ids.tolist()
-        )
+        if other is not None:
+            rows.append(ratio_row(side, times["ours"], times["ctranslate2"], None))
+        chosen = generated(model, one).sequences[0, -NEW_TOKENS:].tolist()
+        same = "the same" if ours(one).token_ids.tolist() == chosen else "different"
         note = (
-            f"Greedy, {len(prompts[0])} prompt tokens. Ours also gives the prompt's rows, the others only the generated ones. "
-            f"Ours and Transformers chose {'the same' if same else 'different'} tokens."
+            f"Greedy, {len(one)} prompt tokens. Ours gives the prompt's rows as well, the others only the "
+            f"generated ones. Ours and Transformers chose {same} tokens."
         )
-        return Table(
-            f"Generation of {NEW_TOKENS} tokens with their logits",
-            ("against", *measure.RATIO_COLUMNS[1:]),
-            rows,
-            note,
-        )
+        return Table(f"Generation of {NEW_TOKENS} tokens with their complete logits", AGAINST, rows, note)
 
-    return Section(bench.weight(legs), run)
+    return compared(bench, legs, table)
 
 
 def generated(model: Any, ids: Sequence[int]) -> Any:
@@ -478,46 +419,46 @@ def generated(model: Any, ids: Sequence[int]) -> Any:
 
 # -- import --------------------------------------------------------------------------------------------
 
-IMPORTS = {
-    "`import logitscope`": "import logitscope",
-    "`from logitscope import Logits, Request, Select`": "from logitscope import Logits, Request, Select",
-}
-FRESH = 11
-
 
 def import_section(bench: Bench) -> Section:
-    count = min(FRESH, bench.pairs)
+    codes = ("import logitscope", "from logitscope import Logits, Request, Select")
+    count = min(FRESH_IMPORTS, bench.pairs)
 
     def run() -> Table:
         rows = []
-        for label, code in IMPORTS.items():
+        for code in codes:
             found = [fresh_import(code) for _ in range(count)]
-            bench.advance(count * 100.0)
-            seconds, torch = [s for s, _ in found], any(loaded for _, loaded in found)
-            target = Target("≤", 0.3)
-            reached = target.meets(statistics.median(seconds)) and not torch
-            rows.append(
-                (
-                    label,
-                    f"{min(seconds):.3f} s",
-                    f"{statistics.median(seconds):.3f} s",
-                    "imported" if torch else "not imported",
-                    str(target),
-                    "reached" if reached else "missed",
-                )
-            )
-        columns = ("code", "fastest", "median", "torch", "target", "verdict")
-        return Table("Import", columns, rows, f"{count} fresh processes each, interpreter start not counted.")
+            bench.advance(count * IMPORT)
+            rows.append((f"`{code}`", *import_cells(found)))
+        note = f"{count} fresh processes each; the start of Python is not counted."
+        return Table("Import", ("code", "fastest", "median", "torch", "target", "verdict"), rows, note)
 
-    return Section(count * 100.0 * len(IMPORTS), run)
+    return Section(count * IMPORT * len(codes), run)
+
+
+def import_cells(found: Sequence[tuple[float, bool]]) -> tuple[str, ...]:
+    seconds, torch = [s for s, _ in found], any(loaded for _, loaded in found)
+    target, median = Target("≤", 0.3), statistics.median(seconds)
+    reached = target.meets(median) and not torch
+    return (
+        f"{min(seconds):.3f} s",
+        f"{median:.3f} s",
+        "imported" if torch else "not imported",
+        f"{target} s, no torch",
+        "reached" if reached else "missed",
+    )
 
 
 def fresh_import(code: str) -> tuple[float, bool]:
     """Seconds of an import in a fresh process, and whether it brought PyTorch along."""
-    program = f"import sys, time; t = time.perf_counter(); {code}; print(time.perf_counter() - t, 'torch' in sys.modules)"
-    seconds, torch = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True
-    ).stdout.split()
+    program = f"""
+import sys, time
+begun = time.perf_counter()
+{code}
+print(time.perf_counter() - begun, "torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    seconds, torch = done.stdout.split()
     return float(seconds), torch == "True"
 
 
@@ -540,44 +481,34 @@ def open_engine(model: Any, **options: Any) -> Any:
     return logitscope.open(model, memory_limit_bytes=UNLIMITED_BYTES, **options)
 
 
-def summaries(engine: Any, ids: Sequence[int]) -> Any:
-    """Only the summaries of a document's rows; no values."""
-    from logitscope import Select
-
-    return engine.logits(list(ids), select=Select(vocab=None), summary=True)
-
-
-def run(bench: Bench, names: Sequence[str]) -> list[Table]:
-    """The tables of the named sections, with the machine's last."""
+def measure(bench: Bench, names: Sequence[str]) -> list[Table]:
+    """The tables of the named sections, and the machine's."""
     sections = [SECTIONS[name](bench) for name in names]
-    weight = sum(section.weight for section in sections)
-    per_token = seconds_per_token(bench)
-    print(f"about {weight * per_token / 60:.0f} minutes", file=sys.stderr)
-    facts = measure.machine(
-        model=repr(bench.engine), other=bench.other.versions if bench.other else "no CTranslate2"
+    facts = machine(
+        engine=f"{bench.engine!r}, {bench.engine.identity.kernel}",
+        peer=bench.other.versions if bench.other else "none",
     )
-    tables = []
-    with measure.progress(weight) as advance:
-        bench.advance = advance
-        for section in sections:
-            tables.append(section.run())
-    return [*tables, measure.machine_table(facts)]
+    cost = sum(section.cost for section in sections)
+    print(f"about {max(cost * seconds_per_token(bench) / 60, 1):.0f} min", file=sys.stderr)
+    with progress(cost) as bench.advance:
+        tables = [section.run() for section in sections]
+    return [*tables, machine_table(facts)]
 
 
 def seconds_per_token(bench: Bench) -> float:
     """Of complete logits of a short prompt, for the estimate."""
     ids = bench.document(256)
-    leg = clocked(lambda: bench.engine.logits(ids))
-    return min(leg() for _ in range(2)) / len(ids)
+    seconds = clocked(lambda: bench.engine.logits(ids))
+    return min(seconds() for _ in range(2)) / len(ids)
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="smollm2", help="name or folder (the bundled model)")
+    parser.add_argument("--model", default="smollm2", help="name or folder (default: the bundled model)")
     parser.add_argument(
-        "--pairs", type=int, default=measure.MIN_PAIRS, help="rounds of each comparison (%(default)s)"
+        "--pairs", type=int, default=MIN_PAIRS, help="rounds of each comparison (default: %(default)s)"
     )
     parser.add_argument(
         "--only",
@@ -592,34 +523,33 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         choices=(8, 16, 32, 64),
         default=16,
-        help="of the 64 mixed prompts, in one round (%(default)s; 64 takes four times as long)",
+        help="of the 64 mixed prompts, in one round (default: %(default)s; 64 takes four times as long)",
     )
-    parser.add_argument("--ctranslate2", metavar="PYTHON", help="interpreter that has CTranslate2")
-    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/benchmarks.md")
-    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)  # this program's own fresh processes
+    parser.add_argument(
+        "--ctranslate2", metavar="PYTHON", help="interpreter of an environment with CTranslate2"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print what goes into docs/benchmarks.md")
     return parser.parse_args(given)
 
 
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
-    if options.peak:
-        name, tokens = options.peak
-        print(json.dumps(peak_of(name, options.model, int(tokens))))
-        return
     import torch
 
     engine = open_engine(options.model)
     folder = str(engine.model.config._name_or_path)
-    other = None
-    if options.ctranslate2:
-        other = OtherSide(options.ctranslate2, folder, torch.get_num_threads())
+    python = options.ctranslate2
+    other = CTranslate2(python, folder, torch.get_num_threads()) if python else None
     try:
-        tables = run(Bench(engine, folder, options.pairs, options.prompts, other), options.only)
+        tables = measure(Bench(engine, folder, options.pairs, options.prompts, other), options.only)
     finally:
         if other is not None:
             other.close()
     for table in tables:
-        print(table.markdown()) if options.markdown else measure.show(table)
+        if options.markdown:
+            print(table.markdown())
+        else:
+            show(table)
 
 
 if __name__ == "__main__":

@@ -99,11 +99,11 @@ class TestBlockSizes(OracleSuite):
     @pytest.fixture(scope="class", params=[1, 2, 7, 8, 1000])
     @classmethod
     def case(cls, request: pytest.FixtureRequest) -> EngineCase:
-        model = tiny_model("gemma2")
+        model: Any = tiny_model("gemma2")
         return transformers_case(model, f"gemma2, blocks of {request.param} rows", block_rows=request.param)
 
 
-class WithOwnLogits(LlamaForCausalLM):
+class WithOwnLogits(LlamaForCausalLM):  # type: ignore[no-untyped-call]
     """Does something to its logits that neither head nor config tells of."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ class TestOwnForward(EngineSuite):
     @pytest.fixture(scope="class")
     @classmethod
     def case(cls) -> EngineCase:
-        model = tiny_model("llama")
+        model: Any = tiny_model("llama")
         model.__class__ = WithOwnLogits
         case = transformers_case(model, "llama with its own logits")
         check = case.engine.head_check  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ class TestPaddedHead(OracleSuite):
     @pytest.fixture(scope="class", params=["llama", "phi"])
     @classmethod
     def case(cls, request: pytest.FixtureRequest) -> EngineCase:
-        model = tiny_model(request.param, vocab_size=VOCAB + 23)
+        model: Any = tiny_model(request.param, vocab_size=VOCAB + 23)
         model.config.vocab_size = VOCAB
         return transformers_case(model, f"{request.param} with a padded head")
 
@@ -143,8 +143,8 @@ PROMPTS = [list(range(10, 10 + length)) for length in (1, 5, 24, 24, 40)]
 
 
 def open_tiny(family: str = "llama", *, model: Any = None, **options: Any) -> TransformersEngine:
-    model = tiny_model(family) if model is None else model
-    return TransformersEngine.open(model, tokenizer=tiny_tokenizer(), **options)
+    given = tiny_model(family) if model is None else model
+    return TransformersEngine.open(given, tokenizer=tiny_tokenizer(), **options)
 
 
 def score(engine: Any, ids: Any, **options: Any) -> Logits:
@@ -175,7 +175,7 @@ def test_a_rows_bits_do_not_depend_on_the_threads() -> None:
 
 
 def test_scoring_has_the_bits_of_the_models_own_forward() -> None:
-    model = tiny_model("llama")
+    model: Any = tiny_model("llama")
     engine = open_tiny(model=model)
     assert engine.head_check.identical
     ids = PROMPTS[-1]
@@ -186,14 +186,16 @@ def test_scoring_has_the_bits_of_the_models_own_forward() -> None:
 
 def test_a_packed_head_gives_the_same_rows() -> None:
     packed, plain = open_tiny(pack=True), open_tiny(pack=False)
-    made = [engine.generate(PROMPTS[1], max_new_tokens=6, return_logits=True) for engine in (packed, plain)]
-    assert np.array_equal(made[0].token_ids, made[1].token_ids)  # type: ignore[union-attr]
-    assert_same_bits(made[0].logits.values, made[1].logits.values)  # type: ignore[union-attr]
+    made: Any = [
+        engine.generate(PROMPTS[1], max_new_tokens=6, return_logits=True) for engine in (packed, plain)
+    ]
+    assert np.array_equal(made[0].token_ids, made[1].token_ids)
+    assert_same_bits(made[0].logits.values, made[1].logits.values)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "opt"])
 def test_hidden_states_and_attentions_are_the_models_own(family: str) -> None:
-    model = tiny_model(family)
+    model: Any = tiny_model(family)
     engine = open_tiny(model=model)
     ids = PROMPTS[3]
     scored = score(engine, ids, hidden_states=[0, 1, 2], attentions=[0, 1])
@@ -216,24 +218,24 @@ def test_a_layer_that_does_not_exist_is_an_error(name: str, layer: int) -> None:
 
 
 def test_a_model_in_training_stays_in_training_and_gives_rows_without_dropout() -> None:
-    model = tiny_model("gpt2")
+    model: Any = tiny_model("gpt2")
     truth = Oracle(model)(PROMPTS[2])
     model.train()
-    model.transformer.h[0].mlp.eval()  # type: ignore[union-attr]
+    model.transformer.h[0].mlp.eval()
     engine = open_tiny(model=model)
     assert_rows_close(score(engine, PROMPTS[2]).values, truth, dtype="float32")
     stream: Any = engine.stream(engine.requests(PROMPTS[2]))
     next(stream)
     stream.close()
     assert model.training
-    assert not model.transformer.h[0].mlp.training  # type: ignore[union-attr]
-    assert model.transformer.h[1].mlp.training  # type: ignore[union-attr]
+    assert not model.transformer.h[0].mlp.training
+    assert model.transformer.h[1].mlp.training
 
 
 def test_a_hooked_model_gives_the_hooks_rows() -> None:
-    model = tiny_model("llama")
+    model: Any = tiny_model("llama")
     plain = score(open_tiny(model=model), PROMPTS[2])
-    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0.5)  # type: ignore[union-attr]
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * 0.5)
     try:
         hooked = score(open_tiny(model=model), PROMPTS[2])
         with torch.no_grad():
@@ -246,8 +248,8 @@ def test_a_hooked_model_gives_the_hooks_rows() -> None:
 
 @pytest.mark.parametrize("where", ["head", "layer"])
 def test_a_model_with_nan_is_an_error_and_not_a_result(where: str) -> None:
-    model = tiny_model("llama")
-    broken = model.lm_head if where == "head" else model.model.layers[1].mlp.down_proj  # type: ignore[union-attr]
+    model: Any = tiny_model("llama")
+    broken = model.lm_head if where == "head" else model.model.layers[1].mlp.down_proj
     with torch.no_grad():
         broken.weight[17, 5] = torch.nan
     engine = open_tiny(model=model)
@@ -263,9 +265,9 @@ def test_a_model_with_nan_is_an_error_and_not_a_result(where: str) -> None:
 
 
 def test_values_beyond_float16_are_an_error_and_not_infinity() -> None:
-    model = tiny_model("llama")
+    model: Any = tiny_model("llama")
     with torch.no_grad():
-        model.lm_head.weight *= 1e4  # type: ignore[operator]
+        model.lm_head.weight *= 1e4
     engine = open_tiny(model=model)
     with pytest.raises(EncodingError, match="float16"):
         engine.logits(PROMPTS[2], encode="float16")
@@ -305,7 +307,7 @@ def test_a_folder_opens_in_a_dtype(tmp_path: pathlib.Path, dtype: str) -> None:
 @pytest.mark.parametrize("option", ["draft_model", "speculative_config", "temprature"])
 def test_an_option_that_there_is_not_is_refused_by_name(option: str) -> None:
     with pytest.raises(OptionError, match=option):
-        ls.open(tiny_model("llama"), **{option: 3})
+        ls.open(tiny_model("llama"), **{option: 3})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -313,7 +315,7 @@ def test_an_option_that_there_is_not_is_refused_by_name(option: str) -> None:
 )
 def test_a_size_outside_its_range_is_an_error(option: str, value: int) -> None:
     with pytest.raises(OptionError, match=option):
-        ls.open(tiny_model("llama"), **{option: value})
+        ls.open(tiny_model("llama"), **{option: value})  # type: ignore[arg-type]
 
 
 def test_more_sequences_than_decode_together() -> None:
@@ -328,3 +330,98 @@ def test_more_sequences_than_decode_together() -> None:
         assert one.logits is not None
         every = [*one.prompt_token_ids.tolist(), *one.token_ids[:-1].tolist()]
         assert_rows_close(one.logits.values, oracle(every), dtype="float32")
+
+
+class Scripted(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """The token after ``t`` is ``table[t]``, whatever came before."""
+
+    table: torch.Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        chosen = torch.nn.functional.one_hot(self.table[ids], out.logits.shape[-1]).to(out.logits.dtype)
+        out.logits = out.logits * 0.01 + 20 * chosen
+        return out
+
+
+def scripted(path: list[int]) -> TransformersEngine:
+    """An engine that goes from each id of the path to the next one, which are all different."""
+    model: Any = tiny_model("llama")
+    model.__class__ = Scripted
+    model.table = (torch.arange(VOCAB) + 1) % VOCAB
+    model.table[torch.tensor(path[:-1])] = torch.tensor(path[1:])
+    return open_tiny(model=model)
+
+
+def ids_of(text: bytes) -> list[int]:
+    """One id a byte: the tokenizer's alphabet."""
+    vocab, tokenizer = tiny_tokenizer().get_vocab(), tiny_tokenizer().backend_tokenizer
+    pieces = tokenizer.pre_tokenizer.pre_tokenize_str(text.decode("utf-8"))
+    return [vocab[character] for piece, _ in pieces for character in piece]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "tokens"),
+    [
+        ("xyz", "yz", 3),
+        ("a\u00e9b", "\u00e9", 3),
+        ("a\u00e9b", "a\u00e9b", 4),
+        ("a\U0001f642b", "\U0001f642", 5),
+        ("abcdefghijklmnopqrstuvw", "efghijklmnopqrs", 19),
+    ],
+)
+def test_a_stop_string_in_single_bytes(text: str, stop: str, tokens: int) -> None:
+    ids = ids_of(text.encode())
+    engine = scripted([10, *ids])
+    made: Any = engine.generate([10], max_new_tokens=len(ids), stop=[stop])
+    assert (made.finish_reason, made.stop) == ("stop", stop)
+    assert made.token_ids.tolist() == ids[:tokens]
+    assert made.text == text.split(stop)[0]
+
+
+def test_the_first_of_two_stop_strings_ends_the_text() -> None:
+    ids = ids_of(b"abcdef")
+    made: Any = scripted([10, *ids]).generate([10], max_new_tokens=6, stop=["d", "cd"])
+    assert (made.stop, made.text, len(made.token_ids)) == ("cd", "ab", 4)
+
+
+def test_a_stop_string_across_ids_without_text() -> None:
+    beyond = list(range(800, 812))
+    path = [10, *ids_of(b"a"), *beyond, *ids_of(b"b"), *ids_of(b"c")]
+    made: Any = scripted(path).generate([10], max_new_tokens=len(path) - 1, stop=["ab"])
+    assert (made.finish_reason, made.stop, made.text) == ("stop", "ab", "")
+
+
+def test_text_that_ends_inside_a_character_is_complete_in_ids() -> None:
+    ids = ids_of("a\U0001f642".encode())
+    made: Any = scripted([10, *ids]).generate([10], max_new_tokens=3)
+    assert made.token_ids.tolist() == ids[:3]
+    assert made.text == "a\ufffd"
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.8}], ids=repr)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_greedy_tokens_are_those_of_transformers(family: str, options: dict[str, Any]) -> None:
+    model: Any = tiny_model(family, eos_token_id=None)
+    theirs = model.generate(
+        torch.tensor([PROMPTS[2]]),
+        max_new_tokens=12,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+        **options,
+    )
+    made: Any = open_tiny(model=model).generate(PROMPTS[2], max_new_tokens=12, return_logits=True, **options)
+    assert made.token_ids.tolist() == theirs.sequences[0, 24:].tolist()
+    assert_rows_close(made.logits.generated.values, torch.cat(theirs.logits), dtype="float32")
+
+
+def test_every_end_of_sequence_id_of_the_model_ends_a_generation() -> None:
+    model: Any = tiny_model("llama")
+    model.generation_config.eos_token_id = [2, 77]
+    engine = open_tiny(model=model)
+    for eos in (2, 77):
+        made: Any = engine.generate(PROMPTS[1], max_new_tokens=3, logit_bias={eos: 100.0})
+        assert (made.token_ids.tolist(), made.finish_reason, made.stop) == ([eos], "stop", eos)

@@ -134,7 +134,7 @@ def test_a_model_without_a_tokenizer_takes_ids_only() -> None:
         engine.logits("text")
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own use of it
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Setting `save_embedding_layers`")  # peft's own
 def test_a_peft_model_gives_the_adapters_rows(tmp_path: pathlib.Path, folder: pathlib.Path) -> None:
     peft = pytest.importorskip("peft")
     base = tiny_model("llama")

@@ -241,16 +241,6 @@ def test_top_k_is_ordered_by_logit_then_id(dtype: Any, place: str) -> None:
             logits.top_k(k)
 
 
-def test_top_k_divides_by_the_kept_logsumexp() -> None:
-    """A coarser encoding keeps the exact logsumexp of the model's own values."""
-    logits = make_logits(5, 3, summary={"logsumexp": np.full(7, 100, np.float32)})
-    top = logits.top_k(1)
-    np.testing.assert_allclose(top.logprobs, top.logits - 100, rtol=1e-6)
-
-
-# -- tokens ------------------------------------------------------------------------------------------------
-
-
 def test_texts_of_tokens() -> None:
     logits = make_logits(3, 0)
     a, b, c = token_ids(3)
@@ -599,3 +589,11 @@ def test_python_objects_do_not_grow_with_the_vocabulary(what: str) -> None:
         blocks.append(sys.getallocatedblocks() - before)
         del result
     assert abs(blocks[2] - blocks[1]) < 500
+
+
+def test_log_probabilities_of_the_best_are_exact_at_large_logits() -> None:
+    values = (np.float32(1e4) + np.array([[0.0, -1.0, -2.0] + [-9.0] * 10])).astype(np.float32)
+    found = make_logits(1, 0, values=values).top_k(3).logprobs
+    truth = values[0].astype(np.float64) - 1e4
+    truth -= np.log(np.exp(truth).sum())
+    np.testing.assert_allclose(found[0], truth[:3], atol=1e-6)

@@ -1,7 +1,7 @@
 """From a row of logits to the next token: processors, warpers, and the draw.
 
-The order is that of Transformers: repetition penalty, logit bias, then, unless the choice is greedy,
-temperature, top-k, top-p, min-p. Removed tokens are -inf.
+Repetition penalty and logit bias come first. Unless the choice is greedy, the warpers follow, in the order of
+Transformers: temperature, top-k, top-p, min-p. Removed tokens are -inf.
 """
 
 from __future__ import annotations

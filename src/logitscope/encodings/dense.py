@@ -13,7 +13,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-_UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-9}
+_UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 @dataclasses.dataclass(frozen=True)

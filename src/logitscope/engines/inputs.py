@@ -49,18 +49,22 @@ def check_ids(ids: NDArray[Any], vocab_size: int, where: str) -> None:
     """Raise unless there is an id, and every one is in the vocabulary."""
     if ids.size == 0:
         raise EmptyInputError("an empty prompt", where=where, expected="one token or more", got="none")
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if outside.size:
+    outside = (ids < 0) | (ids >= vocab_size)
+    if outside.any():
+        place = int(np.flatnonzero(outside)[0])
         raise TokenIdError(
-            "id outside the vocabulary", where=where, expected=f"0 … {vocab_size - 1}", got=int(outside[0])
+            "id outside the vocabulary",
+            where=f"{where}[{place}]",
+            expected=f"0 … {vocab_size - 1}",
+            got=ids[place],
         )
 
 
 def _read_one(one: Any, where: str, tokenizer: Tokenizer | None, vocab_size: int, generate: bool) -> Ids:
     if isinstance(one, Sequence) and not isinstance(one, str) and (not one or _is_ids(one)):
-        given = np.asarray(one, dtype=np.int64)
-        check_ids(given, vocab_size, where)
-        return given.astype(np.int32)
+        # Python ints of any size: one beyond int64 is a wrong id like any other.
+        check_ids(np.array([int(i) for i in one], dtype=object), vocab_size, where)
+        return np.asarray(one, dtype=np.int32)
     if not (isinstance(one, str) or _is_chat(one)):
         raise InputError(
             "no such form of input",

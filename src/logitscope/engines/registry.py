@@ -9,13 +9,14 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from logitscope.engines.base import Engine
-from logitscope.errors import OptionError, UnsupportedError
+from logitscope.errors import MissingDependencyError, OptionError, UnsupportedError
 
 ENTRY_POINT_GROUP = "logitscope.engines"
 _BUILT_IN = {
     "transformers": "logitscope.engines.transformers.engine:TransformersEngine",
     "fake": "logitscope.engines.fake:FakeEngine",
 }
+_TRANSFORMERS_EXTRA = frozenset({"accelerate", "safetensors", "torch", "transformers"})
 
 
 def engines() -> dict[str, str]:
@@ -38,14 +39,29 @@ def engines() -> dict[str, str]:
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The class of an engine; its module is imported now."""
+    """The class of an engine; its module is imported now.
+
+    Raises:
+        OptionError: no engine of that name.
+        MissingDependencyError: a library that it needs is not installed.
+    """
     table = engines()
     if name not in table:
         raise OptionError(
             "unknown engine", where="engine", expected=f"one of {', '.join(table)}", got=repr(name)
         )
     module, _, attribute = table[name].partition(":")
-    found: type[Engine] = getattr(importlib.import_module(module), attribute)
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in _TRANSFORMERS_EXTRA:
+            raise
+        raise MissingDependencyError(
+            f"the {name} engine needs {error.name}",
+            where="open",
+            fix="pip install 'logitscope[transformers]'",
+        ) from error
+    found: type[Engine] = getattr(imported, attribute)
     return found
 
 

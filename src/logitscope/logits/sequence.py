@@ -361,9 +361,13 @@ class Logits(RowArrays):
             OptionError: ``k`` outside ``1 … vocab_size``.
             UnavailableError: only summaries were kept.
         """
-        ids, best = self._numerics().top_k(self._exported(), k)
-        best = tensors.to_numpy(best)
-        logprobs = best.astype(np.float64) - self.logsumexp().astype(np.float64)[:, None]
+        numerics, values = self._numerics(), self._exported()
+        ids, best = numerics.top_k(values, k)
+        # The best token's log-probability has no large number in it, and the others are differences from it.
+        first = numerics.summaries(values, ids[:, 0], ("target_logprob",))["target_logprob"]
+        best, first = tensors.to_numpy(best), tensors.to_numpy(first)
+        wide = best.astype(np.float64)
+        logprobs = wide - wide[:, :1] + first.astype(np.float64)[:, None]
         return TopK(tensors.to_numpy(ids), best, logprobs.astype(np.float32))
 
     # -- hand-over -------------------------------------------------------------------------------------

@@ -134,12 +134,14 @@ def visible(text: str, *, space: str = "␣") -> str:
 
 
 def percent(probability: float) -> str:
-    """``41%``, ``0.3%``, ``<0.1%``.
+    """``41%``, ``0.3%``, ``<0.1%``; ``?`` for NaN.
 
     Example:
         >>> [percent(p) for p in (1.0, 0.412, 0.0951, 0.003, 0.0001)]
         ['100%', '41%', '9.5%', '0.3%', '<0.1%']
     """
+    if math.isnan(probability):
+        return "?"
     if probability < 0.0005:
         return "<0.1%"
     return f"{probability:.0%}" if probability >= 0.0995 else f"{probability:.1%}"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from logitscope import rows
 
 if TYPE_CHECKING:
-    from logitscope.engines.base import Generation
+    from logitscope.engines.results import Generation
     from logitscope.logits import Logits
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from logitscope.engines.base import Engine, Generation
+from logitscope.engines.base import Engine
+from logitscope.engines.results import Generation
 from logitscope.engines.tokenizer import Tokenizer
 from logitscope.logits import Logits, LogitsBatch
 from logitscope.rows import End, Ids, RowBlock, Stream

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from logitscope import rows
 from logitscope.encodings import encoding
 from logitscope.errors import MemoryLimitError, OptionError, SelectError, UnavailableError
+from logitscope.logits import Logits
 from logitscope.numerics import reference
 from logitscope.rows import SUMMARIES, SUMMARY_DTYPES, Select
 from logitscope.testing.asserts import (
@@ -35,7 +36,7 @@ _SUMMARY_TOLERANCE = {
 }
 """Absolute, between float32 summaries and the float64 reference over the same values."""
 
-LENGTHS = (1, 2, 9, 17, 24, 9)
+LENGTHS = (1, 2, 9, 17, 24, 9, 23, 24)
 _NAMED = ("all", "prompt", "generated", "last")
 
 
@@ -134,7 +135,7 @@ class RowsSuite:
 
     def test_trap_13_rows_do_not_depend_on_the_order(self, case: EngineCase) -> None:
         prompts = [case.prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-        order = [3, 0, 5, 2, 4, 1]
+        order = [3, 7, 0, 5, 2, 6, 4, 1]
         straight = case.score_batch(prompts)
         permuted = case.score_batch([prompts[i] for i in order])
         for place, i in enumerate(order):
@@ -403,6 +404,27 @@ class ExtrasSuite:
             made.logits.attentions[0].reshape(14, -1), forced.attentions[0].reshape(14, -1), dtype=case.dtype
         )
         case.assert_true(forced)
+
+    def test_hidden_states_and_attention_weights_of_a_forward_in_chunks(self, case: EngineCase) -> None:
+        case.require("hidden_states")
+        case.require("attentions")
+        ids = case.prompt(19)
+        whole = case.score(ids, hidden_states=[1], attentions=[0])
+        select = Select([0, 6, 7, 18])
+        for positions in (Select(), select):
+            part = case.opened(7).logits(ids, hidden_states=[1], attentions=[0], select=positions)
+            assert isinstance(part, Logits)
+            rows_kept = part.positions
+            assert_rows_close(part.hidden_states[1], whole.hidden_states[1][rows_kept], dtype=case.dtype)
+            wanted = whole.attentions[0][rows_kept].reshape(len(rows_kept), -1)
+            assert_rows_close(part.attentions[0].reshape(len(rows_kept), -1), wanted, dtype=case.dtype)
+
+    def test_hidden_states_alone(self, case: EngineCase) -> None:
+        case.require("hidden_states")
+        alone = case.score(case.prompt(6), hidden_states=[1], select=Select(vocab=None))
+        beside = case.score(case.prompt(6), hidden_states=[1])
+        assert alone.values is None
+        assert_rows_close(alone.hidden_states[1], beside.hidden_states[1], dtype=case.dtype)
 
     def test_rows_can_stay_on_the_device(self, case: EngineCase) -> None:
         case.require("keep_on_device")

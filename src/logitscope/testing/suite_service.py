@@ -24,8 +24,8 @@ from logitscope.errors import (
     TokenIdError,
 )
 from logitscope.logits import Logits
-from logitscope.rows import End, RowBlock, Select, Stage
-from logitscope.testing.asserts import assert_complete, assert_rows_close, assert_same_bits
+from logitscope.rows import End, RowBlock, Sampling, Select, Stage
+from logitscope.testing.asserts import BUDGETS, assert_complete, assert_rows_close, assert_same_bits
 from logitscope.testing.case import EngineCase, read_stream
 
 _TEXTS = ("The capital of France is", "A model reads tokens", "日本語 and Ελληνικά 🙂")
@@ -99,9 +99,9 @@ class InputSuite:
         (streamed,) = read_stream(case.engine.stream(requests), 1)
         assert_rows_close(streamed.values, case.oracle(case.prompt(6)), dtype=case.dtype)
 
-    @pytest.mark.parametrize("empty", ["", [], (), [[]], [[], [1]], [[1], []]], ids=repr)
+    @pytest.mark.parametrize("empty", ["", [], (), [[]], [[], [1]], [[1], []], np.zeros((2, 0))], ids=repr)
     def test_empty_input_is_an_error(self, case: EngineCase, empty: Any) -> None:
-        if empty == "" and len(case.tokenizer.encode("")):
+        if isinstance(empty, str) and len(case.tokenizer.encode("")):
             pytest.skip("the tokenizer begins every text with a special token")
         for call in (case.engine.logits, case.engine.generate):
             with pytest.raises(EmptyInputError):
@@ -178,6 +178,61 @@ class StreamSuite:
         for part, prompt in ((parts[0], case.prompt(5)), (parts[2], case.prompt(7))):
             truth = case.oracle([*prompt, *part.token_ids[:-1].tolist()])
             assert_rows_close(part.values, truth, dtype=case.dtype)
+
+    def test_requests_of_one_stream_may_all_differ(self, case: EngineCase) -> None:
+        ids, other = case.prompt(9), case.prompt(4)
+        eos = {} if case.eos_token_id is None else {case.eos_token_id: 3.0}
+        drawn = [
+            Sampling(temperature=1.0, seed=3),
+            Sampling(temperature=0.7, seed=3, top_k=50, repetition_penalty=1.3, logit_bias=eos),
+            Sampling(stop_token_ids=tuple(other)),
+        ]
+        calls: list[dict[str, Any]] = [
+            {"max_new_tokens": 7, "sampling": drawn[0]},
+            {},
+            {"max_new_tokens": 2, "sampling": drawn[1], "select": Select("last"), "summary": ("max",)},
+            {"max_new_tokens": 12, "sampling": drawn[2], "encode": "float16"},
+            {"select": Select([1, -1]), "summary": True},
+            {"max_new_tokens": 5, "sampling": drawn[1], "select": Select(vocab=None), "summary": True},
+        ]
+        if case.engine.capabilities.processed:
+            calls.append({"max_new_tokens": 6, "sampling": drawn[1], "processed": True})
+        requests = [
+            request
+            for prompt in (ids, other, ids)
+            for call in calls
+            for request in case.engine.requests(prompt, **call)
+        ]
+        together = read_stream(case.engine.stream(requests), len(requests))
+        for request, part in zip(requests, together, strict=True):
+            (alone,) = read_stream(case.engine.stream([request]), 1)
+            assert np.array_equal(part.token_ids, alone.token_ids)
+            assert np.array_equal(part.positions, alone.positions)
+            assert np.array_equal(part.processed_positions, alone.processed_positions)
+            assert (part.end.finish_reason, part.end.stop) == (alone.end.finish_reason, alone.end.stop)
+            assert part.end.text == alone.end.text
+            if part.values is not None:
+                every = [*request.token_ids.tolist(), *part.token_ids.tolist()]
+                truth = case.oracle(every[: int(part.positions.max()) + 1])[part.positions]
+                coarser = max(case.dtype, request.encode or case.dtype, key=lambda name: BUDGETS[name].eps)
+                assert_rows_close(part.values, truth, dtype=coarser)
+
+    def test_a_call_inside_a_stream_is_right_or_refused(self, case: EngineCase) -> None:
+        prompts = [case.prompt(9), case.prompt(9), case.prompt(3), case.prompt(3, seed=1)]
+        requests = case.engine.requests(prompts, max_new_tokens=4) + case.engine.requests(prompts)
+
+        def disturbed() -> Iterator[RowBlock | End]:
+            for item in case.engine.stream(requests):
+                with contextlib.suppress(LogitscopeError):
+                    case.score(case.prompt(30, seed=7), encode="float16", summary=True)
+                    case.generate_batch([case.prompt(5), case.prompt(6)], max_new_tokens=2)
+                yield item
+
+        for i, part in enumerate(read_stream(disturbed(), 8)):
+            every = [*prompts[i % 4], *part.token_ids.tolist()[:-1]]
+            assert_rows_close(
+                part.values, case.oracle(every), dtype=case.dtype, what="a stream with calls inside"
+            )
 
     def test_a_stream_writes_into_the_consumers_buffers(self, case: EngineCase) -> None:
         prompts = [case.prompt(20), case.prompt(3)]

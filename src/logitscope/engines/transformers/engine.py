@@ -22,7 +22,7 @@ from logitscope.errors import ModelLoadError, OptionError
 from logitscope.extract import in_order
 from logitscope.rows import Buffer, Identity, Request, Stream
 
-_BLOCK_BYTES = 32 * 2**20
+_BLOCK_BYTES = 64 * 2**20
 _BLOCK_ROWS = (16, 256)
 
 
@@ -97,7 +97,7 @@ class TransformersEngine(Engine):
             memory_limit_bytes: larger requests are refused; None is half of the free memory.
             pack: on CPUs in float32, keep a second, packed copy of the head, which makes products of a
                 few rows bit-stable at no cost in time. False saves that memory.
-            block_rows: rows that the head multiplies at a time; None is about 32 MiB of them.
+            block_rows: rows of a block; None is 256, or as many as 64 MiB hold.
             uncached_tokens: up to so many tokens a prompt runs in one forward, without a KV cache.
             chunk_tokens: beyond it, tokens a forward, over one preallocated cache.
             sequences: that are generated together.
@@ -250,7 +250,7 @@ def _given(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
 
 
 def _block_rows(model: CausalModel) -> int:
-    """About 32 MiB of rows, in whole canonical blocks."""
+    """256 rows, or as many as 64 MiB hold."""
     least, most = _BLOCK_ROWS
     rows = _BLOCK_BYTES // (model.vocab_size * model.rows_dtype.itemsize)
     return max(min(rows, most) // least * least, least)

@@ -101,15 +101,22 @@ def converted(path: Path) -> Path:
         NotCausalError: the file holds no causal language model.
         MissingDependencyError: a library for GGUF files is not installed.
     """
-    key = f"{_checked_hash(path)}-v{FORMAT}"
-    root = cache_dir() / "gguf"
-    folder = root / key
+    folder = _folder(path)
     if read_manifest(folder) is None:
-        with _locked(root, key):
+        with _locked(folder.parent, folder.name):
             if read_manifest(folder) is None:
-                _sweep(root, key)
+                _sweep(folder.parent, folder.name)
                 _convert(path, folder)
     return folder
+
+
+def is_converted(path: Path) -> bool:
+    """Whether `converted` has nothing left to do for that file.
+
+    Raises:
+        ModelNotFoundError, ModelLoadError: as `converted`.
+    """
+    return read_manifest(_folder(path)) is not None
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -139,6 +146,10 @@ def cached() -> dict[Path, Manifest]:
     """Complete conversions in the cache, by folder."""
     folders = sorted((cache_dir() / "gguf").glob("*-v*"))
     return {folder: manifest for folder in folders if (manifest := read_manifest(folder)) is not None}
+
+
+def _folder(path: Path) -> Path:
+    return cache_dir() / "gguf" / f"{_checked_hash(path)}-v{FORMAT}"
 
 
 def _checked_hash(path: Path) -> str:

@@ -1,9 +1,10 @@
 """The head: hidden rows times the output embedding, and the model's own final transformations.
 
-Float32 products of few rows take other kernels than those of many, and then the same row has other bits.
-The **canonical product** multiplies in blocks of a multiple of ``rows_multiple`` rows, padded with zeros,
-so that a row's bits do not depend on block size, order or threads. Which multiple that is depends on the
-library and the processor (8 on some, 16 on others), so it is found by trying when the head is made.
+Libraries multiply few rows by other kernels than many, or odd numbers by others than even ones, and then
+the same row has other bits. The **canonical product** uses a few sizes only (256, 64 and 16 rows), the
+last one padded with zeros, so that a row's bits do not depend on block size or order. Whether the sizes
+agree is a matter of library, processor and dtype, so it is tried when the head is made; a size that
+disagrees with the largest is not used.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import nn
 
 Transform: TypeAlias = tuple[Literal["multiply", "divide", "softcap"], float]
 
-_MULTIPLES = (8, 16, 32, 64)
-_PROBE_ROWS = 96
+_SIZES = (256, 64, 16)
+_PRODUCT_BYTES = 64 * 2**20
 _CONFIG_TRANSFORMS: tuple[tuple[str, Literal["multiply", "divide", "softcap"]], ...] = (
     ("logit_scale", "multiply"),
     ("lm_head_multiplier", "multiply"),
@@ -42,8 +43,8 @@ class Head:
         dtype: of hidden rows and logits.
 
     Attributes:
-        rows_multiple: rows of a canonical product come in multiples of this; 1 when any number does,
-            None when none was found to be bit-stable, so that only the error bound holds.
+        sizes: rows of a product, largest first, whose rows have the same bits; empty when the module is
+            no plain linear layer, which is then called as it is.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Head:
         self.module, self.transforms, self.vocab_size, self.dtype = module, transforms, vocab_size, dtype
         weight: Any = getattr(module, "weight", None)
         self.plain = _is_linear(module) and not _hooked(module) and weight.device.type != "meta"
-        self.device: torch.device = weight.device if isinstance(weight, torch.Tensor) else torch.device("cpu")
+        self.device = _where(module, weight)
         self._scratch: torch.Tensor | None = None
         self._packed: torch.Tensor | None = None
-        self.rows_multiple = self._find_multiple() if self.plain else None
+        self.sizes = self._find_sizes() if self.plain else ()
 
     @property
     def weight(self) -> torch.Tensor:
@@ -96,10 +97,8 @@ class Head:
             if self.device.type == "cpu"
             else (torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type)
         )
-        blocks = (
-            "no bit-stable block" if self.rows_multiple is None else f"blocks of {self.rows_multiple} rows"
-        )
-        return f"torch {torch.__version__}, {library}, {blocks}"
+        sizes = ", ".join(str(size) for size in self.sizes) or "any number of"
+        return f"torch {torch.__version__}, {library}, products of {sizes} rows"
 
     @torch.no_grad()
     def pack(self) -> bool:
@@ -112,7 +111,7 @@ class Head:
             return True
         if not (self.plain and self._packable()):
             return False
-        packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight.detach(), _MULTIPLES[1])
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight.detach(), self.sizes[-1])
         self._packed = packed
         if not self._packed_is_canonical():
             self._packed = None
@@ -128,22 +127,23 @@ class Head:
     # -- products --------------------------------------------------------------------------------------
 
     def _product(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        multiple = self.rows_multiple or 1
-        whole = len(hidden) // multiple * multiple
-        if whole:
-            self._multiply(hidden[:whole], out[:whole])
-        rest = len(hidden) - whole
-        if rest:
-            self._small(hidden[whole:], out[whole:], multiple)
+        first = 0
+        for size in self.sizes:
+            while len(hidden) - first >= size:
+                self._multiply(hidden[first : first + size], out[first : first + size])
+                first += size
+        if first < len(hidden):
+            self._small(hidden[first:], out[first:])
 
-    def _small(self, hidden: torch.Tensor, out: torch.Tensor, multiple: int) -> None:
+    def _small(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        """Fewer rows than the smallest size."""
         if self._packed is not None:
             product = torch.ops.mkl._mkl_linear(hidden, self._packed, self.weight, self.bias, len(hidden))
             out.copy_(product)
             return
-        padded = hidden.new_zeros(multiple, hidden.shape[1])
+        padded = hidden.new_zeros(self.sizes[-1], hidden.shape[1])
         padded[: len(hidden)] = hidden
-        product = torch.empty(multiple, self.vocab_size, dtype=out.dtype, device=out.device)
+        product = torch.empty(len(padded), self.vocab_size, dtype=out.dtype, device=out.device)
         self._multiply(padded, product)
         out.copy_(product[: len(hidden)])
 
@@ -169,51 +169,51 @@ class Head:
 
     # -- bit stability ---------------------------------------------------------------------------------
 
-    def _find_multiple(self) -> int | None:
-        """Smallest multiple whose zero-padded products have the bits of a large one, or None."""
-        hidden = self._probe()
-        large = torch.empty(_PROBE_ROWS, self.vocab_size, dtype=self.dtype, device=self.device)
-        self._multiply(hidden, large)
-        if all(self._same(hidden, large, rows, rows) for rows in (1, 2, 3, 5, 7, 9, 14, 31)):
-            return 1
-        for multiple in _MULTIPLES:
-            if all(self._same(hidden, large, multiple, filled) for filled in (multiple, multiple - 3, 1)):
-                return multiple
-        return None
+    @torch.no_grad()
+    def _find_sizes(self) -> tuple[int, ...]:
+        """The largest size that is no waste for this vocabulary, and the smaller ones that agree with it."""
+        row_bytes = self.vocab_size * self.dtype.itemsize
+        sizes = [size for size in _SIZES if size * row_bytes <= _PRODUCT_BYTES] or [_SIZES[-1]]
+        hidden = self._probe(sizes[0])
+        large = self._plain_product(hidden)
+        return tuple(size for size in sizes if torch.equal(self._plain_product(hidden[:size]), large[:size]))
 
-    def _same(self, hidden: torch.Tensor, large: torch.Tensor, rows: int, filled: int) -> bool:
-        """Whether a product of ``rows`` rows, of which ``filled`` are not zero, has the large one's bits."""
-        padded = torch.zeros_like(hidden[:rows])
-        padded[:filled] = hidden[:filled]
-        small = torch.empty_like(large[:rows])
-        self._multiply(padded, small)
-        return torch.equal(small[:filled], large[:filled])
+    def _plain_product(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype, device=self.device)
+        self._multiply(hidden, out)
+        return out
 
     def _packable(self) -> bool:
         return (
             self.device.type == "cpu"
             and self.dtype == torch.float32
-            and self.rows_multiple is not None
             and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
             and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
         )
 
     def _packed_is_canonical(self) -> bool:
-        assert self.rows_multiple is not None
-        hidden = self._probe()[: self.rows_multiple]
-        large = torch.empty(len(hidden), self.vocab_size)
-        self._multiply(hidden, large)
+        """Whether every number of rows that it is used for has the canonical bits."""
+        hidden = self._probe(self.sizes[-1])
+        large = self._plain_product(hidden)
         small = torch.empty_like(large)
-        for rows in (1, 2, 7):
-            self._small(hidden[:rows], small[:rows], self.rows_multiple)
+        for rows in range(1, len(hidden)):
+            self._small(hidden[:rows], small[:rows])
             if not torch.equal(small[:rows], large[:rows]):
                 return False
         return True
 
-    def _probe(self) -> torch.Tensor:
-        columns = self.weight.shape[1]
+    def _probe(self, rows: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        return torch.randn(_PROBE_ROWS, columns, generator=generator).to(self.device, self.dtype)
+        return torch.randn(rows, self.weight.shape[1], generator=generator).to(self.device, self.dtype)
+
+
+def _where(module: nn.Module, weight: torch.Tensor | None) -> torch.device:
+    """Device of the product; Accelerate's hook knows it when the weight itself is offloaded."""
+    hook = getattr(module, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cpu") if weight is None else weight.device
 
 
 def _is_linear(module: object) -> bool:
@@ -257,8 +257,9 @@ def compare_head(rebuilt: torch.Tensor, own: torch.Tensor) -> HeadCheck:
         return HeadCheck(
             False, reason=f"the model gives rows of {own.shape[-1]} columns, its head {rebuilt.shape[-1]}"
         )
-    difference = float((rebuilt.double() - own.double()).abs().max())
-    bound = 32 * torch.finfo(own.dtype).eps * max(float(own.double().abs().max()), 1e-6)
+    truth = own.cpu().double()
+    difference = float((rebuilt.cpu().double() - truth).abs().max())
+    bound = 32 * torch.finfo(own.dtype).eps * max(float(truth.abs().max()), 1e-6)
     if not difference <= bound:
         return HeadCheck(
             False, False, difference, bound, "the model does more to its logits than its head and config say"

@@ -134,7 +134,7 @@ class CausalModel:
         self.vocab_size = int(self.text_config.vocab_size)
         self.dtype: torch.dtype = self.inner.dtype
         self.itemsize = int(self.dtype.itemsize)
-        self.device: torch.device = self.inner.get_input_embeddings().weight.device
+        self.device: torch.device = self.inner.device
         self.context_length: int | None = getattr(self.text_config, "max_position_embeddings", None)
         prefix = self.inner.base_model_prefix
         base = getattr(self.inner, prefix, None) if prefix else None
@@ -258,8 +258,8 @@ class CausalModel:
         half = ids.shape[1] // 2
         if not half:
             return
-        alone = self.run(ids[:, :half]).rows[0].double()
-        together = own[:half].double()
+        alone = self.run(ids[:, :half]).rows[0].cpu().double()
+        together = own[:half].cpu().double()
         scale = float(together.abs().max()) or 1.0
         if float((alone - together).abs().max()) > _CAUSAL_TOLERANCE[self.dtype] * scale:
             raise NotCausalError(

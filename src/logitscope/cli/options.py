@@ -1,0 +1,110 @@
+"""The options that commands share."""
+
+from __future__ import annotations
+
+import enum
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from logitscope.rows import POSITION_NAMES, Select
+
+_SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+))?")
+_LIST = re.compile(r"-?\d+(,-?\d+)*")
+_FILES = (".npz", ".safetensors")
+
+
+class Dtype(enum.StrEnum):
+    """Formats of values and weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def parse_select(text: str) -> Select:
+    """``all``, ``prompt``, ``generated``, ``last``, ``a:b``, ``1,2,3``, or ``none`` for summaries alone."""
+    if text == "none":
+        return Select(vocab=None)
+    if text in POSITION_NAMES:
+        return Select(positions=text)
+    if sliced := _SLICE.fullmatch(text):
+        bounds = [None if bound is None else int(bound) for bound in sliced.groups()]
+        if bounds[2] != 0:
+            return Select(positions=slice(*bounds))
+    if _LIST.fullmatch(text):
+        return Select(positions=[int(position) for position in text.split(",")])
+    raise typer.BadParameter(f"{text!r} is none of {', '.join(POSITION_NAMES)}, none, a:b, or 1,2,3.")
+
+
+def parse_bias(text: str) -> tuple[int, float]:
+    """``ID:VALUE`` of a logit bias."""
+    token_id, _, value = text.partition(":")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not ID:VALUE, such as 50:-100.") from None
+
+
+def _array_file(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in _FILES:
+        raise typer.BadParameter(f"{str(path)!r} ends in neither {' nor '.join(_FILES)}.")
+    return _in_a_folder(path)
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"the folder {str(path.parent)!r} does not exist.")
+    return path
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name ('smollm2', or one of the Hugging Face hub), a model folder, or a .gguf file.",
+        show_default=False,
+    ),
+]
+Texts = Annotated[
+    list[str] | None, typer.Argument(metavar="TEXT", help="Prompts, one each.", show_default=False)
+]
+File = Annotated[
+    Path | None,
+    typer.Option(help="Read prompts from a file, one a line ('-' is stdin). Blank lines are skipped."),
+]
+Whole = Annotated[bool, typer.Option("--whole", help="The file, or stdin, is one prompt.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document a result, one a line, on stdout.")]
+Html = Annotated[
+    Path | None,
+    typer.Option(help="Also write an HTML page: the text coloured by surprise.", callback=_in_a_folder),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Also save everything to a .npz or .safetensors file.", callback=_array_file),
+]
+SelectRows = Annotated[
+    Any,
+    typer.Option(
+        "--select",
+        metavar="ROWS",
+        parser=parse_select,
+        help="Rows to keep: all, prompt, generated, last, a:b, or 1,2,3; none keeps summaries alone.",
+    ),
+]
+Encode = Annotated[Dtype | None, typer.Option(help="Format of the values; the model's own by default.")]
+Summary = Annotated[
+    bool, typer.Option("--summary", help="Also keep all per-row summaries (in the file and the JSON).")
+]
+ModelDtype = Annotated[Dtype | None, typer.Option(help="Dtype of the model; what its files say by default.")]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, mps; the first of CUDA, MPS and CPU by default.")
+]
+Top = Annotated[int, typer.Option(min=0, help="How many of the best tokens are shown.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Generate at most so many tokens.")]
+Traceback = Annotated[
+    bool,
+    typer.Option("--traceback", envvar="LOGITSCOPE_TRACEBACK", help="Show where an error came from."),
+]
