@@ -25,7 +25,7 @@ import tempfile
 import time
 from typing import Any
 
-import ctranslate2
+import ctranslate2  # type: ignore[import-not-found]  # of its own environment
 import numpy as np
 import transformers
 

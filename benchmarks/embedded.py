@@ -81,17 +81,17 @@ class CTranslate2:
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        with self._process as process:
+            assert process.stdin is not None
+            process.stdin.close()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(
-                f"ctranslate2_side.py ended with status {self._process.wait()}; its error is above"
-            )
+            self.close()
+            status = self._process.returncode
+            raise SystemExit(f"ctranslate2_side.py ended with status {status}; its error is above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -323,10 +323,10 @@ def batch_section(bench: Bench) -> Section:
         ]
         width = 4 * int(engine.vocab_size) / GB
         note = (
-            f"{bench.prompts} prompts a round, of {MIXED} prompts of {len(prompts[0])} to "
-            f"{len(prompts[-1])} tokens ({sum(map(len, prompts)):,} in all). Each side gives complete float32 rows "
-            f"and holds them together: {real * width:.2f} GB, the padded batch {cells * width:.2f} GB; "
-            "they are freed off the clock. "
+            f"{bench.prompts} prompts a round, of {MIXED} of {len(prompts[0])} to {len(prompts[-1])} tokens "
+            f"({sum(map(len, prompts)):,} in all). Each side gives complete float32 rows and holds them "
+            f"together: {real * width:.2f} GB, the padded batch {cells * width:.2f} GB; they are freed off "
+            "the clock. "
             "Transformers runs with `use_cache=False`."
         )
         return Table("Prompts of mixed lengths", AGAINST, rows, note)

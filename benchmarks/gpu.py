@@ -130,8 +130,9 @@ class Bench:
         self.plan, self.dtype, self.deadline = plan, dtype, deadline
         torch.manual_seed(0)
         config = AutoConfig.for_model("llama", **plan.config, tie_word_embeddings=True)
+        factory: Any = AutoModelForCausalLM
         with torch.device(plan.device):
-            self.model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+            self.model: Any = factory.from_config(config, dtype=getattr(torch, dtype)).eval()
         self.engine = self.open()
         self.vocab_size = int(config.vocab_size)
 
@@ -250,7 +251,8 @@ def right_families(plan: Plan, dtype: str) -> Table:
     """Tiny models of many families: soft-caps, logit scales, biases, learned positions, experts."""
     rows = []
     for family in plan.families:
-        model: Any = tiny_model(family, dtype=dtype).to(plan.device)
+        model: Any = tiny_model(family, dtype=dtype)
+        model.to(plan.device)
         ids = np.random.default_rng(2).integers(4, model.config.vocab_size, 100).tolist()
         engine: Any = ls.open(model)
         with torch.no_grad():
@@ -389,7 +391,7 @@ def waiting(bench: Bench, trace: pathlib.Path | None) -> Table:
         'rows with `device="keep"`': lambda engine: engine.logits(ids, device="keep"),
         "summaries only": lambda engine: engine.logits(ids, select=nothing, summary=True),
     }
-    few, many = len(ids) // 4, 16
+    few, many = len(ids) // 2, 16
     rows = []
     for name, run in ways.items():
         found = [waits(functools.partial(run, bench.open(block_rows=n)), trace) for n in (few, many)]
@@ -399,8 +401,8 @@ def waiting(bench: Bench, trace: pathlib.Path | None) -> Table:
         text = f"{a} with {blocks[0]} blocks, {b} with {blocks[1]}; waits for a copy: {events}"
         rows.append(check_row(name, text, "no more with more blocks", b <= a))
     note = (
-        f"Calls of {' and '.join(WAITS)} in a profile. {EVENT_WAIT}, the wait for a copy of an earlier block that "
-        "is handed on, does not stop the device and is only reported."
+        f"Calls of {' and '.join(WAITS)} in a profile. {EVENT_WAIT} waits for the copy of an earlier block "
+        "that is handed on; it does not stop the device, and is only reported."
     )
     return Table(f"Waiting for the device, {bench.dtype}", CHECK_COLUMNS, rows, note)
 

@@ -73,17 +73,23 @@ Texts = Annotated[
 ]
 File = Annotated[
     Path | None,
-    typer.Option(help="Read prompts from a file, one a line ('-' is stdin). Blank lines are skipped."),
+    typer.Option(
+        metavar="FILE", help="Read prompts from a file, one a line ('-' is stdin). Blank lines are skipped."
+    ),
 ]
 Whole = Annotated[bool, typer.Option("--whole", help="The file, or stdin, is one prompt.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document a result, one a line, on stdout.")]
 Html = Annotated[
     Path | None,
-    typer.Option(help="Also write an HTML page: the text coloured by surprise.", callback=_in_a_folder),
+    typer.Option(
+        metavar="PATH", help="Also write an HTML page: the text coloured by surprise.", callback=_in_a_folder
+    ),
 ]
 Out = Annotated[
     Path | None,
-    typer.Option(help="Also save everything to a .npz or .safetensors file.", callback=_array_file),
+    typer.Option(
+        metavar="PATH", help="Also save everything to a .npz or .safetensors file.", callback=_array_file
+    ),
 ]
 SelectRows = Annotated[
     Any,
@@ -100,10 +106,11 @@ Summary = Annotated[
 ]
 ModelDtype = Annotated[Dtype | None, typer.Option(help="Dtype of the model; what its files say by default.")]
 Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, cuda:1, mps; the first of CUDA, MPS and CPU by default.")
+    str | None,
+    typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, mps; the first of CUDA, MPS and CPU by default."),
 ]
-Top = Annotated[int, typer.Option(min=0, help="How many of the best tokens are shown.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Generate at most so many tokens.")]
+Top = Annotated[int, typer.Option(metavar="N", min=0, help="How many of the best tokens are shown.")]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Generate at most so many tokens.")]
 Traceback = Annotated[
     bool,
     typer.Option("--traceback", envvar="LOGITSCOPE_TRACEBACK", help="Show where an error came from."),

@@ -33,7 +33,7 @@ _WIDTH_WITHOUT_TERMINAL = 160
 
 def say(text: str) -> None:
     """One line on stderr."""
-    print(" ".join(text.split()), file=sys.stderr)  # noqa: T201
+    typer.echo(" ".join(text.split()), err=True)
 
 
 def stdout() -> Console:
@@ -51,7 +51,8 @@ def command(*, traceback: bool) -> Iterator[None]:
     """
     _quiet_libraries()
     try:
-        yield
+        with _log():
+            yield
         sys.stdout.flush()
     except typer.Exit:
         raise
@@ -113,13 +114,21 @@ def _one_line(error: Exception, *, traced: bool) -> str:
 
 
 def _quiet_libraries() -> None:
-    """Our log goes to stderr; Transformers and the hub keep their warnings and bars to themselves."""
+    """Transformers and the hub keep their warnings and bars to themselves, unless the user says otherwise."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@contextmanager
+def _log() -> Iterator[None]:
+    """Our own log as plain lines on stderr."""
     logger = logging.getLogger("logitscope")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+    handler, level = logging.StreamHandler(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -168,7 +168,7 @@ class _Batch:
         rows = select_rows(out.rows[row], positions - first)
         for a in range(0, len(positions), self.work.settings.block_rows):
             b = a + self.work.settings.block_rows
-            product = self.model.product(rows[a:b], shared=len(now) > 1)
+            product = self.work.product(rows[a:b], shared=len(now) > 1)
             for s in now:
                 pending = s.raw.extract(s.chunk(product, 0, positions[a:b]))
                 attach(pending, s.request, out, row, positions[a:b] - first)
@@ -182,7 +182,7 @@ class _Batch:
         width = max(s.length for s in self.live)
         mask = self._mask(width)
         while True:
-            product = self.model.product(rows, shared=True)
+            product = self.work.product(rows, shared=True)
             chosen, processed = self._choose(product)
             for s, token_id in zip(self.live, chosen, strict=True):
                 s.append(token_id)
@@ -282,7 +282,7 @@ class _Batch:
             attach(pending, s.request, out, out_row, positions - first)
         yield pending
         if s.request.processed and len(positions):
-            own = Product(None, processed[row][None], shared=True, check_logits=False)
+            own = self.work.chosen(processed[row][None])
             yield s.processed.extract(s.chunk(own, 0, positions))
 
     # -- ends ------------------------------------------------------------------------------------------
@@ -301,11 +301,22 @@ class _Batch:
         """The stop string that the newest token completed, if it did; looks at the end of the text only."""
         if not s.request.sampling.stop or self.work.tokenizer is None:
             return None
-        # A token brings a byte or more, so a stop string lies in as many tokens as it has bytes.
         longest = max(len(stop.encode()) for stop in s.request.sampling.stop)
-        tail = self.work.tokenizer.decode(s.generated[-(longest + _SPARE_STOP_TOKENS) :], special=True)
-        found = [(tail.find(stop), stop) for stop in s.request.sampling.stop if stop in tail]
-        return min(found)[1] if found else None
+        places: list[tuple[int, str]] = []
+        for special in (True, False):
+            tail = self._tail(s, longest, special=special)
+            places += [(tail.find(stop), stop) for stop in s.request.sampling.stop if stop in tail]
+        return min(places)[1] if places else None
+
+    def _tail(self, s: _Live, size: int, *, special: bool) -> str:
+        """The end of the text, at least ``size`` characters of it where there are so many."""
+        assert self.work.tokenizer is not None
+        tokens = size + _SPARE_STOP_TOKENS  # most tokens bring a byte or more; those of no text are rare
+        while True:
+            tail = self.work.tokenizer.decode(s.generated[-tokens:], special=special)
+            if len(tail) >= size + _SPARE_STOP_TOKENS or tokens >= s.new:
+                return tail
+            tokens *= 2
 
     def _finish(self, s: _Live, reason: FinishReason, stop: str | int | None) -> Iterator[Item]:
         yield from self._deferred_rows(s)
@@ -330,7 +341,7 @@ class _Batch:
             for a in range(0, len(keep), self.work.settings.block_rows):
                 places = keep[a : a + self.work.settings.block_rows]
                 positions = part.positions[places]
-                product = self.model.product(select_rows(part.rows, places))
+                product = self.work.product(select_rows(part.rows, places))
                 pending = s.raw.extract(s.chunk(product, 0, positions))
                 attach(pending, s.request, part.out, part.out_row, positions - part.first)
                 yield pending

@@ -54,7 +54,6 @@ class Head:
         weight: Any = getattr(module, "weight", None)
         self.plain = _is_linear(module) and not _hooked(module) and weight.device.type != "meta"
         self.device = _where(module, weight)
-        self._scratch: torch.Tensor | None = None
         self._packed: torch.Tensor | None = None
         self.sizes = self._find_sizes() if self.plain else ()
 
@@ -71,23 +70,24 @@ class Head:
         bias: torch.Tensor | None = self.module.bias
         return None if bias is None else bias[: self.vocab_size]
 
-    def project(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def project(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Logits ``[rows, vocab_size]`` of hidden rows ``[rows, hidden_size]``.
 
         Args:
             hidden: input of the head, after the final norm.
-            out: contiguous, where the logits are written. Without it the result lies in a buffer that
-                the next call overwrites.
+            out: contiguous, on `device`, where the logits are written.
         """
         hidden = hidden.to(self.device)
-        if out is None:
-            out = self._buffer(len(hidden))
         if self.plain:
             self._product(hidden, out)
         else:
             out.copy_(self.module(hidden)[:, : self.vocab_size])
         self._transform(out)
         return out
+
+    def empty(self, rows: int) -> torch.Tensor:
+        """Room for the logits of so many rows."""
+        return torch.empty(rows, self.vocab_size, dtype=self.dtype, device=self.device)
 
     @property
     def kernel(self) -> str:
@@ -143,9 +143,7 @@ class Head:
             return
         padded = hidden.new_zeros(self.sizes[-1], hidden.shape[1])
         padded[: len(hidden)] = hidden
-        product = torch.empty(len(padded), self.vocab_size, dtype=out.dtype, device=out.device)
-        self._multiply(padded, product)
-        out.copy_(product[: len(hidden)])
+        out.copy_(self._plain_product(padded)[: len(hidden)])
 
     def _multiply(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         if self.bias is None:
@@ -162,11 +160,6 @@ class Head:
             else:
                 logits.div_(value).tanh_().mul_(value)
 
-    def _buffer(self, rows: int) -> torch.Tensor:
-        if self._scratch is None or len(self._scratch) < rows:
-            self._scratch = torch.empty(rows, self.vocab_size, dtype=self.dtype, device=self.device)
-        return self._scratch[:rows]
-
     # -- bit stability ---------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -179,7 +172,7 @@ class Head:
         return tuple(size for size in sizes if torch.equal(self._plain_product(hidden[:size]), large[:size]))
 
     def _plain_product(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(hidden), self.vocab_size, dtype=self.dtype, device=self.device)
+        out = self.empty(len(hidden))
         self._multiply(hidden, out)
         return out
 

@@ -84,7 +84,7 @@ def load(source: str | Path, options: LoadOptions) -> Loaded:
         NotCausalError: it is no causal language model.
     """
     place, name = _place(str(source))
-    tokenizer = _tokenizer(place, options)
+    tokenizer = _tokenizer(place, str(source), options)
     with _named_errors(str(source)):
         config = AutoConfig.from_pretrained(
             place, revision=options.revision, trust_remote_code=options.trust_remote_code
@@ -131,12 +131,12 @@ def _place(source: str) -> tuple[str, str]:
     return source, source
 
 
-def _tokenizer(place: str, options: LoadOptions) -> Any:
+def _tokenizer(place: str, source: str, options: LoadOptions) -> Any:
     """The model's tokenizer; None for a folder that has none (then only ids go in)."""
     folder = Path(place)
     if folder.is_dir() and not any(folder.glob("token*")) and not any(folder.glob("vocab*")):
         return None
-    with _named_errors(place):
+    with _named_errors(source):
         return AutoTokenizer.from_pretrained(
             place, revision=options.revision, trust_remote_code=options.trust_remote_code
         )

@@ -27,18 +27,35 @@ _SAMPLED_VALUES = 1024
 _CAUSAL_TOLERANCE = collections.defaultdict(lambda: 0.05, {torch.float32: 1e-3, torch.float64: 1e-6})
 
 
+class Scratch:
+    """Room for logits that nobody keeps, used again for each product of one run."""
+
+    def __init__(self) -> None:
+        self._room: torch.Tensor | None = None
+
+    def room(self, head: Head, rows: int) -> torch.Tensor:
+        """``[rows, vocab_size]``, overwritten by the next product."""
+        if self._room is None or len(self._room) < rows:
+            self._room = head.empty(rows)
+        return self._room[:rows]
+
+
 class Product:
     """Rows ``[rows, vocab_size]`` that are multiplied when they are first read.
 
     Args:
         head: multiplies hidden rows; None when ``source`` holds logits already.
         source: hidden rows ``[rows, hidden_size]``, or logits.
-        shared: whether several chunks read it; then it is multiplied once, into the head's buffer.
-        check: whether ``source`` is to be checked for NaN and infinity.
+        scratch: where logits go that are not written where they stay.
+        shared: whether several chunks read it; then it is multiplied once, into the scratch.
+        check_logits: whether NaN and infinity are looked for in the logits and not in hidden rows.
     """
 
-    def __init__(self, head: Head | None, source: torch.Tensor, *, shared: bool, check_logits: bool) -> None:
-        self.head, self.source, self.shared, self.check_logits = head, source, shared, check_logits
+    def __init__(
+        self, head: Head | None, source: torch.Tensor, scratch: Scratch, *, shared: bool, check_logits: bool
+    ) -> None:
+        self.head, self.source, self.scratch = head, source, scratch
+        self.shared, self.check_logits = shared, check_logits
         self._done: torch.Tensor | None = source if head is None else None
 
     def __len__(self) -> int:
@@ -56,7 +73,7 @@ class Product:
             return self._done
         if self._done is None:
             assert self.head is not None
-            self._done = self.head.project(self.source)
+            self._done = self.head.project(self.source, self.scratch.room(self.head, len(self.source)))
         rows = self._done[first:last]
         return rows if out is None else out.copy_(rows)
 
@@ -119,6 +136,7 @@ class CausalModel:
     Attributes:
         head: None when rows come from the model's own forward.
         head_check: how the head compared when the model was opened.
+        check_logits: whether finite hidden rows may still give NaN or infinity.
         rows_dtype: of the logits; a few models widen them.
 
     Raises:
@@ -144,7 +162,7 @@ class CausalModel:
         self.head: Head | None = None  # until it is proved, rows come from the model's own forward
         with self.evaluating():
             self.rows_dtype, self.head, self.head_check = self._prove_head()
-        self._check_logits = self.dtype == torch.float16 or self.head is None or not self.head.all_finite()
+        self.check_logits = self.dtype == torch.float16 or self.head is None or not self.head.all_finite()
 
     @property
     def layers(self) -> int:
@@ -159,10 +177,6 @@ class CausalModel:
     def new_cache(self, capacity: int) -> Any:
         """An empty cache with room for ``capacity`` tokens a sequence."""
         return new_cache(self.config, capacity)
-
-    def product(self, rows: torch.Tensor, *, shared: bool = False) -> Product:
-        """The product of ``rows`` ``[rows, …]`` of an `Output`."""
-        return Product(self.head, rows, shared=shared, check_logits=self._check_logits)
 
     @torch.no_grad()
     def run(
@@ -251,7 +265,7 @@ class CausalModel:
         transforms = final_transforms(self.text_config)
         head = Head(module, transforms=transforms, vocab_size=self.vocab_size, dtype=own.dtype)
         hidden = self.base(input_ids=ids, use_cache=False).last_hidden_state[0]
-        check = compare_head(head.project(hidden), own.to(head.device))
+        check = compare_head(head.project(hidden, head.empty(tokens)), own)
         return own.dtype, head if check.used else None, check
 
     def _check_causal(self, ids: torch.Tensor, own: torch.Tensor) -> None:

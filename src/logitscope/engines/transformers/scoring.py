@@ -119,7 +119,7 @@ def emit(
     scored = targets(job.request.token_ids, positions)
     for a in range(0, len(positions), work.settings.block_rows):
         b = a + work.settings.block_rows
-        chunk = RowChunk(work.model.product(rows[a:b]), 0, positions[a:b], scored[a:b])
+        chunk = RowChunk(work.product(rows[a:b]), 0, positions[a:b], scored[a:b])
         pending = job.extractor.extract(chunk)
         if out is not None:
             attach(pending, job.request, out, 0, positions[a:b] - first)
@@ -135,7 +135,7 @@ def _emit_together(work: Work, small: Sequence[tuple[Job, torch.Tensor]]) -> Ite
         while waiting and (not taken or rows + len(waiting[0][1]) <= work.settings.block_rows):
             taken.append(waiting.pop(0))
             rows += len(taken[-1][1])
-        product = work.model.product(torch.cat([rows for _, rows in taken]), shared=len(taken) > 1)
+        product = work.product(torch.cat([rows for _, rows in taken]), shared=len(taken) > 1)
         first = 0
         for job, own in taken:
             scored = targets(job.request.token_ids, job.positions)

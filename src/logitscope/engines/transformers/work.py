@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeAlias
 
+import torch
+
 from logitscope.engines.tokenizer import Tokenizer
-from logitscope.engines.transformers.model import CausalModel
+from logitscope.engines.transformers.model import CausalModel, Product, Scratch
 from logitscope.extract import Extractor, PendingBlock
 from logitscope.rows import Buffer, End, Request, Stage
 
@@ -45,6 +47,7 @@ class Work:
         buffer: where values go; None for fresh arrays.
         tokenizer: for stop strings and text.
         eos_ids: ids that end a sequence unless a request ignores them.
+        scratch: this run's own, so that another call may run while a stream is open.
     """
 
     model: CausalModel
@@ -53,6 +56,7 @@ class Work:
     buffer: Buffer | None
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
+    scratch: Scratch = dataclasses.field(default_factory=Scratch)
 
     def extractor(self, request: Request, index: int, stage: Stage = "raw") -> Extractor:
         """The extractor of one request's rows."""
@@ -64,6 +68,15 @@ class Work:
             stage=stage,
             buffer=self.buffer,
         )
+
+    def product(self, rows: torch.Tensor, *, shared: bool = False) -> Product:
+        """The product of ``rows`` ``[rows, …]`` of a forward; ``shared`` when several chunks read it."""
+        model = self.model
+        return Product(model.head, rows, self.scratch, shared=shared, check_logits=model.check_logits)
+
+    def chosen(self, row: torch.Tensor) -> Product:
+        """Logits ``[rows, vocab_size]`` that are there already, such as processed ones."""
+        return Product(None, row, self.scratch, shared=True, check_logits=True)
 
     def chunk_size(self, tokens: int) -> int:
         """Tokens a forward for a prompt of ``tokens``; smaller without a head: its logits exist whole."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -19,7 +18,7 @@ from logitscope.cli.report import INTERRUPTED, USAGE, command, row_progress, say
 if TYPE_CHECKING:
     from logitscope.engines.base import Engine
     from logitscope.engines.results import Generation
-    from logitscope.logits import Logits
+    from logitscope.logits import Logits, LogitsBatch
 
 app = typer.Typer(
     name="logitscope",
@@ -65,7 +64,7 @@ def _root(
 
 @app.command()
 def demo(
-    prompt: Annotated[str, typer.Option(help="What the model reads.")] = _DEMO_PROMPT,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What the model reads.")] = _DEMO_PROMPT,
     max_new_tokens: opt.MaxNewTokens = 16,
     out: opt.Out = _DEMO_FILE,
     traceback: opt.Traceback = False,
@@ -75,9 +74,10 @@ def demo(
         from logitscope.cli.results import logits_of, show_generation
 
         with _open(BUNDLED) as engine, row_progress("generating") as progress:
-            generation = engine.generate(
-                [prompt], max_new_tokens=max_new_tokens, return_logits=True, progress=progress
-            )[0]
+            generation = cast(
+                "Generation",
+                engine.generate(prompt, max_new_tokens=max_new_tokens, return_logits=True, progress=progress),
+            )
         console = stdout()
         typer.echo(f"prompt  {prompt}")
         show_generation(console, generation, top=5)
@@ -110,11 +110,8 @@ def logits(
 
         inputs = prompts(text, file, whole=whole)
         with _open(model, dtype=dtype, device=device) as engine, row_progress("scoring") as progress:
-            members = list(
-                engine.logits(
-                    inputs, select=select, encode=encode, summary=_summary(select, summary), progress=progress
-                )
-            )
+            keep: dict[str, Any] = {"select": select, "encode": encode, "summary": _summary(select, summary)}
+            members = list(cast("LogitsBatch", engine.logits(inputs, **keep, progress=progress)))
         if as_json:
             for member in members:
                 typer.echo(results.json_line(results.document(member, top=top, every_summary=summary)))
@@ -133,18 +130,28 @@ def generate(
     file: opt.File = None,
     whole: opt.Whole = False,
     max_new_tokens: opt.MaxNewTokens = 16,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from the k best tokens; 0 is all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the smallest set with this mass.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Draw from tokens of this share of the best one's.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="0 is greedy; else logits are divided by it.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Draw from the k best tokens; 0 is all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", help="Draw from the smallest set with this mass.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(metavar="P", help="Draw from tokens of this share of the best one's.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(metavar="X", help="Above 1 discourages repetition.")
+    ] = 1.0,
     logit_bias: Annotated[
         list[Any] | None,
         typer.Option(metavar="ID:VALUE", parser=opt.parse_bias, help="Add a value to a token's logit."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draw; the result tells it.")] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Samples of each prompt.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="End at this text; may be given again.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Of the draw; the result tells it.")] = None,
+    n: Annotated[int, typer.Option("--n", metavar="N", min=1, help="Samples of each prompt.")] = 1,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be given again.")
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after the model's end of text.")
     ] = False,
@@ -166,7 +173,8 @@ def generate(
 
         inputs = prompts(text, file, whole=whole)
         with _open(model, dtype=dtype, device=device) as engine, row_progress("generating") as progress:
-            generations: list[Generation] = engine.generate(
+            keep: dict[str, Any] = {"select": select, "encode": encode, "summary": _summary(select, summary)}
+            found = engine.generate(
                 inputs,
                 max_new_tokens=max_new_tokens,
                 return_logits=True,
@@ -180,11 +188,10 @@ def generate(
                 n=n,
                 stop=stop or (),
                 ignore_eos=ignore_eos,
-                select=select,
-                encode=encode,
-                summary=_summary(select, summary),
+                **keep,
                 progress=progress,
             )
+            generations = cast("list[Generation]", found)
         if as_json:
             for one in generations:
                 typer.echo(
@@ -250,7 +257,3 @@ def _write(members: list[Logits], *, html: Path | None, out: Path | None) -> Non
     if out is not None:
         results.write_arrays(out, members, single=len(members) == 1)
         say(f"wrote {out}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
