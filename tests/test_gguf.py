@@ -158,6 +158,14 @@ def test_the_converted_model_is_the_model_that_was_stored(file: Path) -> None:
         assert torch.equal(model(ids).logits, tiny_model()(ids).logits)
 
 
+def test_is_converted_tells_whether_there_is_nothing_to_do(file: Path) -> None:
+    assert not cache.is_converted(file)
+    damage_cut(cache.converted(file))
+    assert not cache.is_converted(file)
+    cache.converted(file)
+    assert cache.is_converted(file)
+
+
 def test_a_second_call_uses_the_first_ones_folder(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = cache.converted(file)
     monkeypatch.setattr(cache, "_load", lambda *_: pytest.fail("converted twice"))

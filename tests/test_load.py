@@ -113,6 +113,8 @@ def test_an_unknown_option_names_the_near_one() -> None:
     ("options", "match"),
     [
         ({"dtype": "int3"}, "dtype"),
+        ({"device": "frob"}, "unknown device"),
+        ({"device": "cuda:99"}, "no such device"),
         ({"device": "cpu", "device_map": "auto"}, "both"),
         ({"engine": "no-such-engine"}, "unknown engine"),
     ],

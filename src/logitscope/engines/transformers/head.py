@@ -169,7 +169,7 @@ class Head:
         sizes = [size for size in _SIZES if size * row_bytes <= _PRODUCT_BYTES] or [_SIZES[-1]]
         hidden = self._probe(sizes[0])
         large = self._plain_product(hidden)
-        return tuple(size for size in sizes if torch.equal(self._plain_product(hidden[:size]), large[:size]))
+        return tuple(s for s in sizes if _same_bits(self._plain_product(hidden[:s]), large[:s]))
 
     def _plain_product(self, hidden: torch.Tensor) -> torch.Tensor:
         out = self.empty(len(hidden))
@@ -191,13 +191,18 @@ class Head:
         small = torch.empty_like(large)
         for rows in range(1, len(hidden)):
             self._small(hidden[:rows], small[:rows])
-            if not torch.equal(small[:rows], large[:rows]):
+            if not _same_bits(small[:rows], large[:rows]):
                 return False
         return True
 
     def _probe(self, rows: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         return torch.randn(rows, self.weight.shape[1], generator=generator).to(self.device, self.dtype)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Also where they are NaN."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _where(module: nn.Module, weight: torch.Tensor | None) -> torch.device:

@@ -83,13 +83,15 @@ def load(source: str | Path, options: LoadOptions) -> Loaded:
         ModelLoadError: files are missing, corrupt, or do not fit together.
         NotCausalError: it is no causal language model.
     """
+    device = _device(options.device)
     place, name = _place(str(source))
-    tokenizer = _tokenizer(place, str(source), options)
     with _named_errors(str(source)):
         config = AutoConfig.from_pretrained(
             place, revision=options.revision, trust_remote_code=options.trust_remote_code
         )
-        _check_causal(config, str(source))
+    _check_causal(config, str(source))
+    tokenizer = _tokenizer(place, str(source), options)
+    with _named_errors(str(source)):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             place,
             config=config,
@@ -103,7 +105,7 @@ def load(source: str | Path, options: LoadOptions) -> Loaded:
     model, report = loaded
     _check_report(report, str(source))
     if options.device_map is None and options.quantization_config is None:
-        model = model.to(options.device or _best_device())
+        model = model.to(device)
     if options.adapter is not None:
         model = _with_adapter(model, options.adapter)
     quantization = gguf.quantization_of(Path(place)) if Path(place).is_dir() else None
@@ -153,6 +155,10 @@ def _named_errors(source: str) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise _not_found_or_broken(error, source) from error
+    except MemoryError as error:
+        raise ModelLoadError(
+            "not enough memory to load it", where=source, fix="Use a smaller dtype, or device_map."
+        ) from error
     except ImportError as error:
         raise MissingDependencyError(f"loading needs another library: {error}", where=source) from error
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
@@ -216,7 +222,18 @@ def _quantization(config: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def _best_device() -> str:
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+def _device(name: str | None) -> torch.device:
+    """The device of that name, or the best there is."""
+    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if name is None:
+        return torch.device(next((kind for kind, count in counts.items() if count), "cpu"))
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(
+            "unknown device", where="device", expected="cpu, cuda, cuda:1, mps or the like", got=repr(name)
+        ) from error
+    if (device.index or 0) >= counts.get(device.type, 1):
+        here = ", ".join(["cpu", *(kind for kind, count in counts.items() if count)])
+        raise OptionError("no such device here", where="device", expected=f"of {here}", got=repr(name))
+    return device
