@@ -44,7 +44,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 MB, GB = 1e6, 1e9
 LONG, PROMPT, MIXED, MIXED_TOKENS = 8000, 1024, 64, (16, 512)
 NEW_TOKENS, GENERATE_FROM, TOGETHER = 64, 32, 8
-FRESH_IMPORTS = 11
+FRESH_IMPORTS, FRESH_PEAKS = 11, 3
 AGAINST = ("against", *RATIO_COLUMNS[1:])
 
 # For the estimate: what costs about as much as a forward of so many tokens.
@@ -216,31 +216,28 @@ def memory_section(bench: Bench) -> Section:
         ("logits", f"complete logits of {short:,} tokens", short, Target("≤", 150)),
         ("transformers", "the same, Transformers `use_cache=False`", short, None),
         ("summary", f"summaries of {long:,} tokens, one forward", long, Target("≤", 450)),
-        ("chunked", f"summaries of {long:,} tokens, chunks of 1,024", long, Target("≤", round(cache + 150))),
+        ("chunked", f"summaries of {long:,} tokens, chunks of 512", long, Target("≤", round(cache + 150))),
     ]
+
+    times = min(FRESH_PEAKS, bench.pairs)
+    columns = ("measurement", "loaded", "peak over it", "result", "beyond the result", "target", "verdict")
 
     def run() -> Table:
         rows = []
         for case, label, tokens, target in cases:
-            rows.append((label, *peak_cells(fresh_peak(bench.folder, case, tokens), target)))
-            bench.advance(tokens + LOAD)
-        columns = (
-            "measurement",
-            "loaded",
-            "peak over it",
-            "result",
-            "beyond the result",
-            "target",
-            "verdict",
-        )
+            found = []
+            for _ in range(times):
+                found.append(fresh_peak(bench.folder, case, tokens))
+                bench.advance(tokens + LOAD)
+            rows.append((label, *peak_cells(max(found, key=lambda peak: peak["over"]), target)))
         note = (
-            "MB (10⁶ bytes); each in a fresh process, over the loaded model after a warm-up of 16 tokens. "
-            "What the engine loads includes its packed head. "
+            f"MB (10⁶ bytes), the worst of {times} fresh processes; over the loaded model after a warm-up "
+            "of 16 tokens. What the engine loads includes its packed head. "
             f"The KV cache of {long:,} tokens is {cache:.0f} MB."
         )
         return Table("Peak memory", columns, rows, note)
 
-    return Section(sum(tokens + LOAD for _, _, tokens, _ in cases), run)
+    return Section(times * sum(tokens + LOAD for _, _, tokens, _ in cases), run)
 
 
 def peak_cells(found: dict[str, Any], target: Target | None) -> tuple[str, ...]:
@@ -267,7 +264,7 @@ def growth_section(bench: Bench) -> Section:
     engine = bench.engine
     sides = {
         "one forward": engine,
-        "chunks of 1,024": open_engine(engine.model, tokenizer=engine.tokenizer.wrapped, **CHUNKED),
+        "chunks of 512": open_engine(engine.model, tokenizer=engine.tokenizer.wrapped, **CHUNKED),
     }
     lengths = sorted({bench.fit(n) for n in (1024, 2048, 4096, LONG)})
     legs = [

@@ -89,6 +89,10 @@ class Extractor:
         self.keep_values = request.select is not None and request.select.vocab is not None
         self.rows = 0
 
+    def writes_directly(self, device: str) -> bool:
+        """Whether logits of a device of this type are computed where they stay, without a copy."""
+        return self.keep_values and self.direct and device == "cpu" and not self.request.keep_on_device
+
     def extract(self, chunk: Chunk, *, token_ids: Ids | None = None) -> PendingBlock:
         """Begin the block of a chunk; its rows follow those of the chunk before it.
 
@@ -131,7 +135,7 @@ class Extractor:
             encoded = logits if self.direct else self._encoded(logits, self._empty_like(logits), pending)
             to_host(encoded, pending, block.values)
             return logits
-        if self.direct:
+        if self.writes_directly("cpu"):
             direct: torch.Tensor = chunk.logits(out=tensor_over(block.values))
             return direct
         logits = chunk.logits()

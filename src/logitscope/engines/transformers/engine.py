@@ -83,7 +83,7 @@ class TransformersEngine(Engine):
         pack: bool = True,
         block_rows: int | None = None,
         uncached_tokens: int = 8192,
-        chunk_tokens: int = 1024,
+        chunk_tokens: int = 512,
         sequences: int = 32,
     ) -> Self:
         """Load a model, or take one that is loaded.

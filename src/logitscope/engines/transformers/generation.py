@@ -166,8 +166,9 @@ class _Batch:
             return
         positions = every[now[0].wanted[first:last]]
         rows = select_rows(out.rows[row], positions - first)
-        for a in range(0, len(positions), self.work.settings.block_rows):
-            b = a + self.work.settings.block_rows
+        size = self.work.block_rows(now[0].raw)
+        for a in range(0, len(positions), size):
+            b = a + size
             product = self.work.product(rows[a:b], shared=len(now) > 1)
             for s in now:
                 pending = s.raw.extract(s.chunk(product, 0, positions[a:b]))

@@ -117,8 +117,9 @@ def emit(
     first token.
     """
     scored = targets(job.request.token_ids, positions)
-    for a in range(0, len(positions), work.settings.block_rows):
-        b = a + work.settings.block_rows
+    size = work.block_rows(job.extractor)
+    for a in range(0, len(positions), size):
+        b = a + size
         chunk = RowChunk(work.product(rows[a:b]), 0, positions[a:b], scored[a:b])
         pending = job.extractor.extract(chunk)
         if out is not None:

@@ -12,6 +12,8 @@ from logitscope.engines.transformers.model import CausalModel, Product, Scratch
 from logitscope.extract import Extractor, PendingBlock
 from logitscope.rows import Buffer, End, Request, Stage
 
+_SCRATCH_ROWS = 64
+
 Item: TypeAlias = "PendingBlock | End"
 
 
@@ -30,7 +32,7 @@ class Settings:
 
     block_rows: int
     uncached_tokens: int = 8192
-    chunk_tokens: int = 1024
+    chunk_tokens: int = 512
     forward_tokens: int = 2048
     padding: float = 0.06
     sequences: int = 32
@@ -77,6 +79,11 @@ class Work:
     def chosen(self, row: torch.Tensor) -> Product:
         """Logits ``[rows, vocab_size]`` that are there already, such as processed ones."""
         return Product(None, row, self.scratch, shared=True, check_logits=True)
+
+    def block_rows(self, extractor: Extractor) -> int:
+        """Rows of a block; fewer when they are not written where they stay, but into the scratch."""
+        most = self.settings.block_rows
+        return most if extractor.writes_directly(self.model.device.type) else min(most, _SCRATCH_ROWS)
 
     def chunk_size(self, tokens: int) -> int:
         """Tokens a forward for a prompt of ``tokens``; smaller without a head: its logits exist whole."""
