@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 CASES = ("logits", "transformers", "summary", "chunked")
-CHUNKED: dict[str, Any] = {"uncached_tokens": 0, "chunk_tokens": 512}
+CHUNKED: dict[str, Any] = {"uncached_tokens": 0}
 UNLIMITED_BYTES = 2**60
 _WARM_UP_TOKENS = 16
 
@@ -46,7 +46,7 @@ def peak_of(case: str, folder: str, tokens: int) -> Peak:
     """Peak of one of `CASES` on a prompt of so many tokens, after a warm-up of 16.
 
     ``logits``: complete rows by the engine. ``transformers``: the same by the model's own forward.
-    ``summary`` and ``chunked``: summaries only, in one forward and in chunks of 512 tokens.
+    ``summary`` and ``chunked``: summaries only, in one forward and in the engine's chunks.
     """
     run, vocab_size = _case(case, folder)
     ids = [i * 7919 % vocab_size for i in range(tokens)]

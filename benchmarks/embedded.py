@@ -212,11 +212,17 @@ def memory_section(bench: Bench) -> Section:
 
     long, short = bench.fit(LONG), bench.fit(PROMPT)
     cache = bytes_per_token(bench.engine.model.config, 4) * long / MB
+    chunk = bench.engine.settings.chunk_tokens
     cases = [
         ("logits", f"complete logits of {short:,} tokens", short, Target("≤", 150)),
         ("transformers", "the same, Transformers `use_cache=False`", short, None),
         ("summary", f"summaries of {long:,} tokens, one forward", long, Target("≤", 450)),
-        ("chunked", f"summaries of {long:,} tokens, chunks of 512", long, Target("≤", round(cache + 150))),
+        (
+            "chunked",
+            f"summaries of {long:,} tokens, chunks of {chunk}",
+            long,
+            Target("≤", round(cache + 150)),
+        ),
     ]
 
     times = min(FRESH_PEAKS, bench.pairs)
@@ -264,7 +270,9 @@ def growth_section(bench: Bench) -> Section:
     engine = bench.engine
     sides = {
         "one forward": engine,
-        "chunks of 512": open_engine(engine.model, tokenizer=engine.tokenizer.wrapped, **CHUNKED),
+        f"chunks of {engine.settings.chunk_tokens}": open_engine(
+            engine.model, tokenizer=engine.tokenizer.wrapped, **CHUNKED
+        ),
     }
     lengths = sorted({bench.fit(n) for n in (1024, 2048, 4096, LONG)})
     legs = [

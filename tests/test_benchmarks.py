@@ -65,7 +65,7 @@ def test_interval_is_the_narrowest_between_order_statistics_that_covers_95_perce
 
 def covered(n: int, k: int) -> float:
     """Probability that the median lies between the k-th smallest and the k-th largest of n values."""
-    return sum(math.comb(n, i) for i in range(k, n - k + 1)) / 2**n
+    return sum(math.comb(n, i) for i in range(k, n - k + 1)) / 2.0**n
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=40))
@@ -104,8 +104,12 @@ def test_rounds_interleave_in_alternating_order(measure: Any) -> None:
     ran: list[str] = []
     costs: list[float] = []
 
-    def leg(name: str, seconds: float) -> Any:
-        return measure.Leg(name, lambda: ran.append(name) or seconds, cost=seconds)
+    def leg(name: str, taken: float) -> Any:
+        def seconds() -> float:
+            ran.append(name)
+            return taken
+
+        return measure.Leg(name, seconds, cost=taken)
 
     times = measure.rounds([leg("a", 1.0), leg("b", 2.0), leg("c", 3.0)], 3, done=costs.append)
     assert "".join(ran) == "cba" + "abc" + "cba" + "abc"

@@ -18,6 +18,7 @@ from torch import nn
 Transform: TypeAlias = tuple[Literal["multiply", "divide", "softcap"], float]
 
 _SIZES = (256, 64, 16)
+_TRIED_ROWS = (1, 2, 3, 7, 16, 53, 130)
 _PRODUCT_BYTES = 64 * 2**20
 _CONFIG_TRANSFORMS: tuple[tuple[str, Literal["multiply", "divide", "softcap"]], ...] = (
     ("logit_scale", "multiply"),
@@ -102,16 +103,16 @@ class Head:
 
     @torch.no_grad()
     def pack(self) -> bool:
-        """Keep a second, packed copy of the weight for products of few rows (CPU, float32, MKL).
+        """Keep a second, packed copy of the weight for rows that fill no size (CPU, float32, MKL).
 
-        A packed product of one row has the bits of the canonical one and costs no more than a plain one;
-        without it small products are padded with zeros. Returns whether it could be done.
+        Packed products have the bits of the canonical one and cost no more than plain ones, which pack the
+        weight each time; without the copy small products are padded with zeros. Returns whether it was done.
         """
         if self._packed is not None:
             return True
         if not (self.plain and self._packable()):
             return False
-        packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight.detach(), self.sizes[-1])
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight.detach(), self.sizes[0])
         self._packed = packed
         if not self._packed_is_canonical():
             self._packed = None
@@ -128,7 +129,8 @@ class Head:
 
     def _product(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         first = 0
-        for size in self.sizes:
+        # A packed product of any number of rows has the canonical bits, and packs no weight again.
+        for size in self.sizes if self._packed is None else self.sizes[:1]:
             while len(hidden) - first >= size:
                 self._multiply(hidden[first : first + size], out[first : first + size])
                 first += size
@@ -136,7 +138,7 @@ class Head:
             self._small(hidden[first:], out[first:])
 
     def _small(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Fewer rows than the smallest size."""
+        """Rows that fill no size."""
         if self._packed is not None:
             product = torch.ops.mkl._mkl_linear(hidden, self._packed, self.weight, self.bias, len(hidden))
             out.copy_(product)
@@ -185,11 +187,11 @@ class Head:
         )
 
     def _packed_is_canonical(self) -> bool:
-        """Whether every number of rows that it is used for has the canonical bits."""
-        hidden = self._probe(self.sizes[-1])
+        """Whether it has the canonical bits, tried with few, odd and many rows."""
+        hidden = self._probe(self.sizes[0])
         large = self._plain_product(hidden)
         small = torch.empty_like(large)
-        for rows in range(1, len(hidden)):
+        for rows in (n for n in _TRIED_ROWS if n < len(hidden)):
             self._small(hidden[:rows], small[:rows])
             if not _same_bits(small[:rows], large[:rows]):
                 return False
