@@ -16,7 +16,7 @@ test: dev-env
 	$(VENV)/python -m pytest -q --durations=15
 
 bench: dev-env
-	$(VENV)/python benchmarks/embedded.py
+	$(VENV)/python benchmarks/embedded.py $(ARGS)
 
 format: dev-env
 	$(VENV)/python -m ruff format .
