@@ -130,16 +130,15 @@ class Extractor:
             block.values = self._encoded(logits, self._empty_like(logits), pending)
             return logits
         block.values = self._array(block)
-        if chunk.device.type != "cpu":
-            logits = chunk.logits()
-            encoded = logits if self.direct else self._encoded(logits, self._empty_like(logits), pending)
-            to_host(encoded, pending, block.values)
-            return logits
-        if self.writes_directly("cpu"):
+        if self.writes_directly(chunk.device.type):
             direct: torch.Tensor = chunk.logits(out=tensor_over(block.values))
             return direct
         logits = chunk.logits()
-        self._encoded(logits, tensor_over(block.values), pending)
+        if chunk.device.type == "cpu":
+            self._encoded(logits, tensor_over(block.values), pending)
+        else:
+            encoded = logits if self.direct else self._encoded(logits, self._empty_like(logits), pending)
+            to_host(encoded, pending, block.values)
         return logits
 
     def _empty_like(self, logits: torch.Tensor) -> torch.Tensor:

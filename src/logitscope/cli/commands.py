@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
 import logitscope
 from logitscope.cli import options as opt
-from logitscope.cli.models import BUNDLED
 from logitscope.cli.report import INTERRUPTED, USAGE, command, row_progress, say, spinner, stdout
+from logitscope.engines.transformers.gguf import BUNDLED
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from logitscope.engines.base import Engine
     from logitscope.engines.results import Generation
     from logitscope.logits import Logits, LogitsBatch
+
+_T = TypeVar("_T")
 
 app = typer.Typer(
     name="logitscope",
@@ -116,10 +121,7 @@ def logits(
             for member in members:
                 typer.echo(results.json_line(results.document(member, top=top, every_summary=summary)))
         else:
-            console = stdout()
-            for i, member in enumerate(members):
-                _separate(i, len(members))
-                results.show(console, member, top=top)
+            _show(members, partial(results.show, top=top))
         _write(members, html=html, out=out)
 
 
@@ -198,10 +200,7 @@ def generate(
                     results.json_line(results.generation_document(one, top=top, every_summary=summary))
                 )
         else:
-            console = stdout()
-            for i, one in enumerate(generations):
-                _separate(i, len(generations))
-                results.show_generation(console, one, top=top)
+            _show(generations, partial(results.show_generation, top=top))
         _write([results.logits_of(one) for one in generations], html=html, out=out)
 
 
@@ -243,9 +242,13 @@ def _summary(select: Any, wanted: bool) -> bool:
     return wanted or select.vocab is None
 
 
-def _separate(i: int, count: int) -> None:
-    if count > 1:
-        typer.echo(("\n" if i else "") + f"== {i + 1} of {count}")
+def _show(found: Sequence[_T], show: Callable[[Console, _T], None]) -> None:
+    """Each result on the terminal, numbered when there are several."""
+    console = stdout()
+    for i, one in enumerate(found):
+        if len(found) > 1:
+            typer.echo(("\n" if i else "") + f"== {i + 1} of {len(found)}")
+        show(console, one)
 
 
 def _write(members: list[Logits], *, html: Path | None, out: Path | None) -> None:

