@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from transformers import LlamaForCausalLM
 
 import logitscope as ls
 from logitscope.engines.transformers.engine import TransformersEngine
-from logitscope.errors import EncodingError, NonFiniteError, OptionError
+from logitscope.errors import EncodingError, NonFiniteError, OptionError, OutOfMemoryError
 from logitscope.logits import Logits
-from logitscope.rows import RowBlock
+from logitscope.rows import End, RowBlock
 from logitscope.testing import (
     FAMILIES,
     EngineCase,
@@ -281,6 +281,38 @@ def test_the_head_runs_in_blocks() -> None:
     sizes = [len(item) for item in items if isinstance(item, RowBlock)]
     assert max(sizes) <= 8
     assert sum(sizes) == 64
+
+
+def test_memory_that_runs_out_is_a_named_error_and_the_engine_stays_usable() -> None:
+    model = tiny_model("llama")
+    engine = open_tiny(model=model)
+    with model.model.register_forward_pre_hook(lambda *_: torch.empty(2**50)):
+        with pytest.raises(OutOfMemoryError, match=r"ran out while the model ran.*chunk_tokens"):
+            engine.logits(PROMPTS[2])
+        with pytest.raises(OutOfMemoryError):
+            engine.generate(PROMPTS[2], max_new_tokens=2)
+    assert_rows_close(score(engine, PROMPTS[2]).values, Oracle(model)(PROMPTS[2]), dtype="float32")
+
+
+def test_rows_written_into_a_buffer_come_in_large_blocks_and_others_in_small_ones() -> None:
+    model = tiny_model("llama", context=2048)
+    engine = open_tiny(model=model)
+    prompts = [[i % 100 for i in range(n)] for n in (1500, 40)]
+    requests = engine.requests(prompts)
+    summaries = engine.requests(prompts, select=ls.Select(vocab=None), summary=True)
+    room = np.empty((2, 1500, engine.vocab_size), np.float32)
+
+    def most(stream: Iterable[RowBlock | End]) -> int:
+        return max(len(item) for item in stream if isinstance(item, RowBlock))
+
+    assert (
+        most(engine.stream(requests, buffer=lambda i, stage, first, rows: room[i, first : first + rows]))
+        == 1024
+    )
+    assert most(engine.stream(requests)) == 256
+    assert most(engine.stream(summaries)) == 64
+    truth = Oracle(model)(prompts[0])
+    assert_rows_close(room[0], truth, dtype="float32")
 
 
 def test_a_folder_opens_by_its_path(tmp_path: pathlib.Path) -> None:

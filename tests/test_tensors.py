@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from samples import DTYPES, make_logits, random_values
 
 from logitscope import tensors
-from logitscope.errors import MissingDependencyError
+from logitscope.errors import MissingDependencyError, OutOfMemoryError
 
 LIBRARIES = ["torch", "jax", "tensorflow"]
 HAND_OVER = {"torch": tensors.to_torch, "jax": tensors.to_jax, "tensorflow": tensors.to_tensorflow}
@@ -204,6 +204,21 @@ def test_fresh_arrays_lie_where_every_library_can_share_them(shape: tuple[int, i
     assert not array.size or array.ctypes.data % 64 == 0
     assert array.flags.c_contiguous
     assert array.flags.writeable
+
+
+@pytest.mark.parametrize("size", [2**50, 2**62, 2**70])
+def test_an_array_that_is_too_large_is_a_named_error(size: int) -> None:
+    with pytest.raises(OutOfMemoryError, match=f"float32.*got {4 * size:,} bytes") as found:
+        tensors.empty((1, size), np.float32)
+    assert isinstance(found.value, MemoryError)
+
+
+def test_a_large_array_is_zero_cost_until_it_is_touched_and_shared_by_every_library() -> None:
+    array = tensors.empty((2**12, 2**20), np.float32)  # 17 GB, of which one row is written
+    array[7] = 1
+    assert array.ctypes.data % 64 == 0
+    assert array.flags.writeable
+    assert tensors.to_torch(array)[7].sum() == 2**20
 
 
 @pytest.mark.parametrize("library", [*LIBRARIES, "pyarrow"])

@@ -13,6 +13,7 @@
     │   └── NotCausalError             the model is no causal language model
     ├── UnsupportedError               this engine or library cannot give that
     ├── MemoryLimitError               the request needs more bytes than the limit
+    ├── OutOfMemoryError (MemoryError) the system or the accelerator had no more to give
     ├── RowsError                      rows that are wrong are not returned
     │   ├── NonFiniteError             the model computed NaN or infinite values
     │   ├── EncodingError              values do not fit the encoding
@@ -121,6 +122,10 @@ class MemoryLimitError(LogitscopeError):
             got=f"{needed_bytes:,} bytes",
             fix=fix,
         )
+
+
+class OutOfMemoryError(LogitscopeError, MemoryError):
+    """The system or the accelerator had no more memory to give; the engine stays usable."""
 
 
 class RowsError(LogitscopeError):

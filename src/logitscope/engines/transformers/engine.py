@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -18,12 +19,12 @@ from logitscope.engines.transformers.load import Loaded, LoadOptions, load
 from logitscope.engines.transformers.model import CausalModel
 from logitscope.engines.transformers.scoring import score
 from logitscope.engines.transformers.work import Item, Settings, Work
-from logitscope.errors import ModelLoadError, OptionError
+from logitscope.errors import ModelLoadError, OptionError, OutOfMemoryError
 from logitscope.extract import in_order
 from logitscope.rows import Buffer, Identity, Request, Stream
 
-_BLOCK_BYTES = 64 * 2**20
-_BLOCK_ROWS = (16, 256)
+_BLOCK_BYTES = 256 * 2**20
+_BLOCK_ROWS = (16, 1024)
 
 
 class TransformersEngine(Engine):
@@ -97,7 +98,8 @@ class TransformersEngine(Engine):
             memory_limit_bytes: larger requests are refused; None is half of the free memory.
             pack: on CPUs in float32, keep a second, packed copy of the head, which makes products of a
                 few rows bit-stable at no cost in time. False saves that memory.
-            block_rows: rows of a block; None is 256, or as many as 64 MiB hold.
+            block_rows: the most rows of a block; None is 1024, or as many as 256 MiB hold. Blocks that are
+                not written into a consumer's buffer have 256 at most, summaries alone 64.
             uncached_tokens: up to so many tokens a prompt runs in one forward, without a KV cache.
             chunk_tokens: beyond it, tokens a forward, over one preallocated cache.
             sequences: that are generated together.
@@ -144,7 +146,7 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _run(self, requests: Sequence[Request], buffer: Buffer | None) -> Stream:
-        with self._model.evaluating():
+        with _named_memory_errors(), self._model.evaluating():
             yield from in_order(self._items(requests, buffer))
 
     def _items(self, requests: Sequence[Request], buffer: Buffer | None) -> Iterator[Item]:
@@ -164,7 +166,7 @@ class TransformersEngine(Engine):
         return frozenset(found)
 
     def _working_bytes(self, requests: Sequence[Request]) -> int:
-        """Activations of the largest forward, KV cache, and two blocks of rows.
+        """Activations of the largest forward, KV cache, and two blocks of rows outside a buffer.
 
         Activations are counted as six vectors of the hidden size and three of the feed-forward size a
         token; a model without a usable head adds its logits.
@@ -178,7 +180,7 @@ class TransformersEngine(Engine):
         per_token = (6 * config.hidden_size + 3 * inner) * itemsize
         if self._model.head is None:
             per_token += self.vocab_size * itemsize
-        rows = min(max(r.max_rows for r in requests) or 1, self.settings.block_rows)
+        rows = min(max(r.max_rows for r in requests) or 1, work.shared_rows)
         blocks = 2 * rows * self.vocab_size * 4
         size: int = tokens * per_token + self._cache_bytes(requests, work) + blocks
         return size
@@ -228,6 +230,22 @@ class TransformersEngine(Engine):
         )
 
 
+@contextlib.contextmanager
+def _named_memory_errors() -> Iterator[None]:
+    """PyTorch's ways to say that memory ran out, as ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise OutOfMemoryError(
+            "memory ran out while the model ran",
+            where="transformers",
+            got=str(error).splitlines()[0],
+            fix="Ask for fewer prompts or rows at once, or lower chunk_tokens and uncached_tokens in open().",
+        ) from error
+
+
 def _given(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
     """A model object, with its tokenizer; options of loading do not apply."""
     if options != LoadOptions():
@@ -250,7 +268,7 @@ def _given(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
 
 
 def _block_rows(model: CausalModel) -> int:
-    """256 rows, or as many as 64 MiB hold."""
+    """1024 rows, or as many as 256 MiB hold."""
     least, most = _BLOCK_ROWS
     rows = _BLOCK_BYTES // (model.vocab_size * model.rows_dtype.itemsize)
     return max(min(rows, most) // least * least, least)

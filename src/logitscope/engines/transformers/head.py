@@ -1,9 +1,9 @@
 """The head: hidden rows times the output embedding, and the model's own final transformations.
 
 Libraries multiply few rows by other kernels than many, or odd numbers by others than even ones, and then
-the same row has other bits. The **canonical product** uses a few sizes only (256, 64 and 16 rows), the
-last one padded with zeros, so that a row's bits do not depend on block size or order. Whether the sizes
-agree is a matter of library, processor and dtype, so it is tried when the head is made; a size that
+the same row has other bits. The **canonical product** uses a few sizes only (1024, 512, 256, 64 and 16 rows),
+the last one padded with zeros, so that a row's bits do not depend on block size or order. Whether the
+sizes agree is a matter of library, processor and dtype, so it is tried when the head is made; a size that
 disagrees with the largest is not used.
 """
 
@@ -17,9 +17,12 @@ from torch import nn
 
 Transform: TypeAlias = tuple[Literal["multiply", "divide", "softcap"], float]
 
-_SIZES = (256, 64, 16)
-_TRIED_ROWS = (1, 2, 3, 7, 16, 53, 130)
-_PRODUCT_BYTES = 64 * 2**20
+_SIZES = (1024, 512, 256, 64, 16)
+_PRODUCT_BYTES = 256 * 2**20
+# A packed product makes its own array, which is then copied: this many rows stay small, and cost per row
+# what a plain product of 256 costs, which packs the whole weight each time.
+_PACKED_ROWS, _PLAIN_FROM = 64, 512
+_TRIED_ROWS = (1, 2, 3, 7, 16, 53, 64)
 _CONFIG_TRANSFORMS: tuple[tuple[str, Literal["multiply", "divide", "softcap"]], ...] = (
     ("logit_scale", "multiply"),
     ("lm_head_multiplier", "multiply"),
@@ -105,14 +108,14 @@ class Head:
     def pack(self) -> bool:
         """Keep a second, packed copy of the weight for rows that fill no size (CPU, float32, MKL).
 
-        Packed products have the bits of the canonical one and cost no more than plain ones, which pack the
-        weight each time; without the copy small products are padded with zeros. Returns whether it was done.
+        Packed products have the bits of the canonical one and pack no weight again; without the copy small
+        products are padded with zeros. Returns whether it was done.
         """
         if self._packed is not None:
             return True
         if not (self.plain and self._packable()):
             return False
-        packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight.detach(), self.sizes[0])
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(self.weight.detach(), self._packed_rows)
         self._packed = packed
         if not self._packed_is_canonical():
             self._packed = None
@@ -128,24 +131,28 @@ class Head:
     # -- products --------------------------------------------------------------------------------------
 
     def _product(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        packed = self._packed is not None
+        sizes = [size for size in self.sizes if not packed or size >= _PLAIN_FROM]
         first = 0
-        # A packed product of any number of rows has the canonical bits, and packs no weight again.
-        for size in self.sizes if self._packed is None else self.sizes[:1]:
+        for size in sizes:
             while len(hidden) - first >= size:
                 self._multiply(hidden[first : first + size], out[first : first + size])
                 first += size
-        if first < len(hidden):
-            self._small(hidden[first:], out[first:])
+        step = self._packed_rows if packed else self.sizes[-1]
+        for a in range(first, len(hidden), step):
+            out[a : a + step].copy_(self._small(hidden[a : a + step]))
 
-    def _small(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Rows that fill no size."""
+    def _small(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Product of few rows: at most `_packed_rows`, or as many as the smallest size."""
+        rows = len(hidden)
         if self._packed is not None:
-            product = torch.ops.mkl._mkl_linear(hidden, self._packed, self.weight, self.bias, len(hidden))
-            out.copy_(product)
-            return
+            product: torch.Tensor = torch.ops.mkl._mkl_linear(
+                hidden, self._packed, self.weight, self.bias, rows
+            )
+            return product
         padded = hidden.new_zeros(self.sizes[-1], hidden.shape[1])
-        padded[: len(hidden)] = hidden
-        out.copy_(self._plain_product(padded)[: len(hidden)])
+        padded[:rows] = hidden
+        return self._plain_product(padded)[:rows]
 
     def _multiply(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         if self.bias is None:
@@ -166,7 +173,7 @@ class Head:
 
     @torch.no_grad()
     def _find_sizes(self) -> tuple[int, ...]:
-        """The largest size that is no waste for this vocabulary, and the smaller ones that agree with it."""
+        """The largest size whose product is no waste of memory, and the smaller ones that agree with it."""
         row_bytes = self.vocab_size * self.dtype.itemsize
         sizes = [size for size in _SIZES if size * row_bytes <= _PRODUCT_BYTES] or [_SIZES[-1]]
         hidden = self._probe(sizes[0])
@@ -186,16 +193,17 @@ class Head:
             and hasattr(torch.ops.mkl, "_mkl_reorder_linear_weight")
         )
 
+    @property
+    def _packed_rows(self) -> int:
+        return min(_PACKED_ROWS, self.sizes[0])
+
     def _packed_is_canonical(self) -> bool:
         """Whether it has the canonical bits, tried with few, odd and many rows."""
-        hidden = self._probe(self.sizes[0])
-        large = self._plain_product(hidden)
-        small = torch.empty_like(large)
-        for rows in (n for n in _TRIED_ROWS if n < len(hidden)):
-            self._small(hidden[:rows], small[:rows])
-            if not _same_bits(small[:rows], large[:rows]):
-                return False
-        return True
+        most = self._packed_rows
+        hidden = self._probe(min(size for size in self.sizes if size >= most))
+        canonical = self._plain_product(hidden)
+        tried = [n for n in _TRIED_ROWS if n <= most]
+        return all(_same_bits(self._small(hidden[:n]), canonical[:n]) for n in tried)
 
     def _probe(self, rows: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)

@@ -74,7 +74,7 @@ def _score_group(work: Work, jobs: Sequence[Job]) -> Iterator[Item]:
     small: list[tuple[Job, torch.Tensor]] = []
     for row, job in enumerate(jobs):
         rows = select_rows(out.rows[row], job.positions)
-        if len(jobs) > 1 and len(rows) < work.settings.block_rows:
+        if len(jobs) > 1 and len(rows) < work.shared_rows:
             small.append((job, rows))
         else:
             yield from emit(work, job, rows, job.positions)
@@ -133,7 +133,7 @@ def _emit_together(work: Work, small: Sequence[tuple[Job, torch.Tensor]]) -> Ite
     while waiting:
         taken: list[tuple[Job, torch.Tensor]] = []
         rows = 0
-        while waiting and (not taken or rows + len(waiting[0][1]) <= work.settings.block_rows):
+        while waiting and (not taken or rows + len(waiting[0][1]) <= work.shared_rows):
             taken.append(waiting.pop(0))
             rows += len(taken[-1][1])
         product = work.product(torch.cat([rows for _, rows in taken]), shared=len(taken) > 1)

@@ -12,7 +12,7 @@ from logitscope.engines.transformers.model import CausalModel, Product, Scratch
 from logitscope.extract import Extractor, PendingBlock
 from logitscope.rows import Buffer, End, Request, Stage
 
-_SCRATCH_ROWS = 64
+_SCRATCH_ROWS, _FRESH_ROWS = 64, 256
 
 Item: TypeAlias = "PendingBlock | End"
 
@@ -22,7 +22,7 @@ class Settings:
     """How work is cut up. Rows do not depend on it beyond the stated tolerance.
 
     Attributes:
-        block_rows: rows of a block that is written where it stays.
+        block_rows: the most rows of a block.
         uncached_tokens: up to so many tokens a prompt runs in one forward, without a KV cache.
         chunk_tokens: beyond it, tokens a forward, over one preallocated cache.
         forward_tokens: tokens that a forward over several prompts may have.
@@ -81,9 +81,16 @@ class Work:
         return Product(None, rows, self.scratch, shared=True, check_logits=True)
 
     def block_rows(self, extractor: Extractor) -> int:
-        """Rows of a block; fewer when they are not written where they stay, but into the scratch."""
-        most = self.settings.block_rows
-        return most if extractor.writes_directly(self.model.device.type) else min(most, _SCRATCH_ROWS)
+        """Rows of a block: the most only when they are multiplied into the buffer where they stay."""
+        most, head = self.settings.block_rows, self.model.head
+        if not extractor.writes_directly(self.model.device.type):
+            return min(most, _SCRATCH_ROWS)
+        return most if self.buffer is not None and head is not None and head.plain else min(most, _FRESH_ROWS)
+
+    @property
+    def shared_rows(self) -> int:
+        """Rows of one product for several short prompts."""
+        return min(self.settings.block_rows, _FRESH_ROWS)
 
     def chunk_size(self, tokens: int) -> int:
         """Tokens a forward for a prompt of ``tokens``; smaller without a head: its logits exist whole."""
