@@ -104,6 +104,11 @@ class Head:
         sizes = ", ".join(str(size) for size in self.sizes) or "any number of"
         return f"torch {torch.__version__}, {library}, products of {sizes} rows"
 
+    @property
+    def packed(self) -> bool:
+        """Whether products of few rows cost no more per row than larger ones; see `pack`."""
+        return self._packed is not None
+
     @torch.no_grad()
     def pack(self) -> bool:
         """Keep a second, packed copy of the weight for rows that fill no size (CPU, float32, MKL).
@@ -111,7 +116,7 @@ class Head:
         Packed products have the bits of the canonical one and pack no weight again; without the copy small
         products are padded with zeros. Returns whether it was done.
         """
-        if self._packed is not None:
+        if self.packed:
             return True
         if not (self.plain and self._packable()):
             return False
@@ -119,7 +124,7 @@ class Head:
         self._packed = packed
         if not self._packed_is_canonical():
             self._packed = None
-        return self._packed is not None
+        return self.packed
 
     def all_finite(self) -> bool:
         """Whether every weight is finite; then finite hidden rows cannot give NaN."""
@@ -131,14 +136,13 @@ class Head:
     # -- products --------------------------------------------------------------------------------------
 
     def _product(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        packed = self._packed is not None
-        sizes = [size for size in self.sizes if not packed or size >= _PLAIN_FROM]
+        sizes = [size for size in self.sizes if size >= (_PLAIN_FROM if self.packed else 0)]
         first = 0
         for size in sizes:
             while len(hidden) - first >= size:
                 self._multiply(hidden[first : first + size], out[first : first + size])
                 first += size
-        step = self._packed_rows if packed else self.sizes[-1]
+        step = self._packed_rows if self.packed else self.sizes[-1]
         for a in range(first, len(hidden), step):
             out[a : a + step].copy_(self._small(hidden[a : a + step]))
 

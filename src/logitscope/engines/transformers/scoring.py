@@ -45,18 +45,18 @@ def score(work: Work, requests: Sequence[tuple[int, Request]]) -> Iterator[Item]
 
 
 def plan(lengths: Sequence[int], settings: Settings) -> list[list[int]]:
-    """Group ascending lengths so that each group is one forward with little padding.
+    """Group ascending lengths into forwards: a prompt joins where padding costs less than an own forward.
 
     Example:
-        >>> plan([8, 8, 8, 100], Settings(block_rows=8))
+        >>> plan([8, 8, 9, 100], Settings(block_rows=8))
         [[0, 1, 2], [3]]
     """
     groups: list[list[int]] = []
     for i, length in enumerate(lengths):
         group = groups[-1] if groups else []
-        tokens = length * (len(group) + 1)
-        real = sum(lengths[j] for j in group) + length
-        if group and tokens <= settings.forward_tokens and tokens - real <= settings.padding * tokens:
+        padding = len(group) * (length - lengths[i - 1])
+        fits = (len(group) + 1) * length <= settings.forward_tokens
+        if group and fits and padding <= settings.forward_cost:
             group.append(i)
         else:
             groups.append([i])
@@ -74,7 +74,7 @@ def _score_group(work: Work, jobs: Sequence[Job]) -> Iterator[Item]:
     small: list[tuple[Job, torch.Tensor]] = []
     for row, job in enumerate(jobs):
         rows = select_rows(out.rows[row], job.positions)
-        if len(jobs) > 1 and len(rows) < work.shared_rows:
+        if len(jobs) > 1 and len(rows) < work.few_rows:
             small.append((job, rows))
         else:
             yield from emit(work, job, rows, job.positions)

@@ -26,7 +26,8 @@ class Settings:
         uncached_tokens: up to so many tokens a prompt runs in one forward, without a KV cache.
         chunk_tokens: beyond it, tokens a forward, over one preallocated cache.
         forward_tokens: tokens that a forward over several prompts may have.
-        padding: share of such a forward that may be padding.
+        forward_cost: tokens that a forward of its own costs a prompt beyond its own; another prompt joins
+            a forward when that takes no more padding.
         sequences: that are generated together.
     """
 
@@ -34,7 +35,7 @@ class Settings:
     uncached_tokens: int = 8192
     chunk_tokens: int = 512
     forward_tokens: int = 2048
-    padding: float = 0.06
+    forward_cost: int = 32
     sequences: int = 32
 
 
@@ -86,6 +87,12 @@ class Work:
         if not extractor.writes_directly(self.model.device.type):
             return min(most, _SCRATCH_ROWS)
         return most if self.buffer is not None and head is not None and head.plain else min(most, _FRESH_ROWS)
+
+    @property
+    def few_rows(self) -> int:
+        """Fewer rows than these cost less together with those of other prompts."""
+        head = self.model.head
+        return _SCRATCH_ROWS if head is not None and head.packed else self.shared_rows
 
     @property
     def shared_rows(self) -> int:
