@@ -92,7 +92,7 @@ class Work:
     def few_rows(self) -> int:
         """Fewer rows than these cost less together with those of other prompts."""
         head = self.model.head
-        return _SCRATCH_ROWS if head is not None and head.packed else self.shared_rows
+        return min(self.shared_rows, _SCRATCH_ROWS) if head is not None and head.packed else self.shared_rows
 
     @property
     def shared_rows(self) -> int:
