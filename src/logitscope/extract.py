@@ -114,7 +114,7 @@ class Extractor:
             return
         logits = self._keep(chunk, pending) if self.keep_values else chunk.logits()
         if self.request.summary:
-            targets = torch.from_numpy(chunk.targets.astype(np.int64)).to(chunk.device, non_blocking=True)
+            targets = _int64(chunk.targets).to(chunk.device, non_blocking=True)
             for name, values in numerics.summaries(logits, targets, self.request.summary).items():
                 pending.block.summary[name] = to_host(values, pending)
         bad = chunk.non_finite()
@@ -176,6 +176,13 @@ class Extractor:
             expected="at most 65504 in absolute value",
             fix="Use encode='bfloat16' or 'float32'.",
         )
+
+
+def _int64(targets: Any) -> torch.Tensor:
+    """Host ids, or a tensor of them that an engine just sampled."""
+    if isinstance(targets, torch.Tensor):
+        return targets.to(torch.int64)
+    return torch.from_numpy(targets.astype(np.int64))
 
 
 def non_finite(where: str) -> NonFiniteError:

@@ -424,7 +424,8 @@ class Chunk(Protocol):
     """Rows of one request on the engine's device, as the extractor sees them; tensors are PyTorch's."""
 
     positions: NDArray[np.int64]
-    targets: Ids
+    targets: Any
+    """Ids that the rows score, ``[rows]``: an int32 array, or a tensor that is on the device already."""
 
     @property
     def device(self) -> Any:

@@ -14,7 +14,6 @@ from logitscope.encodings import encoding
 from logitscope.engines.inputs import Inputs, check_ids, read_inputs
 from logitscope.engines.memory import available_bytes, human
 from logitscope.engines.results import Generation
-from logitscope.engines.tokenizer import Tokenizer
 from logitscope.errors import (
     ContextLengthError,
     EmptyInputError,
@@ -40,6 +39,7 @@ from logitscope.rows import (
     Stream,
     row_count,
 )
+from logitscope.tokenizer import Tokenizer
 
 Device: TypeAlias = Literal["host", "keep"]
 Progress: TypeAlias = Callable[[int, int], None]

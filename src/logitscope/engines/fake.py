@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 import logitscope
 from logitscope.encodings import encoding
 from logitscope.engines.base import Capabilities, Engine
-from logitscope.engines.tokenizer import Tokenizer
 from logitscope.errors import OptionError
 from logitscope.numerics import host
 from logitscope.rows import (
@@ -33,6 +32,7 @@ from logitscope.rows import (
     Stream,
     targets,
 )
+from logitscope.tokenizer import Tokenizer
 
 _SCALE = 7.0  # logits lie in -7 … 7, with a standard deviation of 2.9
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from logitscope.engines.tokenizer import Tokenizer
 from logitscope.errors import EmptyInputError, InputError, TokenIdError
 from logitscope.rows import Ids
+from logitscope.tokenizer import Tokenizer
 
 Inputs: TypeAlias = Any
 """A string, a list of strings; ids, a list of ids (NumPy and PyTorch arrays too); a chat, a list of chats."""

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from logitscope.engines.base import Engine
 from logitscope.engines.results import Generation
-from logitscope.engines.tokenizer import Tokenizer
 from logitscope.logits import Logits, LogitsBatch
 from logitscope.rows import End, Ids, RowBlock, Stream
 from logitscope.testing.asserts import assert_rows_close
+from logitscope.tokenizer import Tokenizer
 
 Oracle: TypeAlias = Callable[[Sequence[int] | NDArray[Any]], NDArray[Any]]
 """Token ids ``[L]`` to true rows ``[L, vocab_size]``, float64 or float32."""

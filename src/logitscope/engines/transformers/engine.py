@@ -13,7 +13,6 @@ import transformers
 
 import logitscope
 from logitscope.engines.base import Capabilities, Engine
-from logitscope.engines.tokenizer import Tokenizer
 from logitscope.engines.transformers.cache import bytes_per_token
 from logitscope.engines.transformers.generation import generate
 from logitscope.engines.transformers.load import Loaded, LoadOptions, load
@@ -23,6 +22,7 @@ from logitscope.engines.transformers.work import Item, Settings, Work
 from logitscope.errors import ModelLoadError, OptionError, OutOfMemoryError
 from logitscope.extract import in_order
 from logitscope.rows import Buffer, Identity, Request, Stream
+from logitscope.tokenizer import Tokenizer
 
 _BLOCK_BYTES = 256 * 2**20
 _BLOCK_ROWS = (16, 1024)

@@ -7,10 +7,10 @@ from typing import TypeAlias
 
 import torch
 
-from logitscope.engines.tokenizer import Tokenizer
 from logitscope.engines.transformers.model import CausalModel, Product, Scratch
 from logitscope.extract import Extractor, PendingBlock
 from logitscope.rows import Buffer, End, Request, Stage
+from logitscope.tokenizer import Tokenizer
 
 _SCRATCH_ROWS, _FRESH_ROWS = 64, 256
 

@@ -1,0 +1,335 @@
+"""A request's rows inside a foreign engine: from its logits, over shared memory, to a `Logits`.
+
+`RequestRows` lives where the logits are. Rows are written to their place by their position, so that chunks,
+repeats after preemption, and tokens that are computed but never given out need no bookkeeping; what was
+given out is looked at when the request ends. `received` lives where the user is.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from logitscope.encodings import encoding
+from logitscope.errors import IncompleteError
+from logitscope.extract import Extractor, PendingBlock
+from logitscope.logits import Logits
+from logitscope.rows import SUMMARY_DTYPES, Identity, Ids, Request, Vocabulary, row_count
+from logitscope.wire import Pool, Segment, Ticket, attach, release
+
+_AHEAD = 2
+_ALIGNMENT_BYTES = 64
+
+
+@dataclasses.dataclass
+class _Chunk:
+    """Rows ``[rows, vocab_size]`` that are there; a `logitscope.rows.Chunk`."""
+
+    values: Any
+    positions: NDArray[np.int64]
+    targets: Any
+
+    @property
+    def device(self) -> Any:
+        return self.values.device
+
+    def logits(self, out: Any = None) -> Any:
+        return self.values if out is None else out.copy_(self.values)
+
+    def non_finite(self) -> Any:
+        return ~(self.values.amax() < float("inf"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where a request's arrays lie in its segment: what is small first, so that values may grow at the end.
+
+    Attributes:
+        rows: that fit.
+        tokens: of prompt and output that fit.
+        names: of the summaries.
+        vocab_size, dtype: of the values; no values when ``keep`` is False.
+    """
+
+    rows: int
+    tokens: int
+    names: tuple[str, ...]
+    vocab_size: int
+    dtype: str
+    keep: bool
+
+    def places(self) -> dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]]:
+        """First byte, shape and dtype of each array."""
+        arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+            "token_ids": ((self.tokens,), np.dtype(np.int32)),
+            "positions": ((self.rows,), np.dtype(np.int64)),
+            **{name: ((self.rows,), np.dtype(SUMMARY_DTYPES[name])) for name in self.names},
+        }
+        if self.keep:
+            arrays["values"] = ((self.rows, self.vocab_size), encoding(self.dtype).dtype)
+        found, first = {}, 0
+        for name, (shape, dtype) in arrays.items():
+            found[name] = (first, shape, dtype)
+            size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            first += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return found
+
+    def size(self, rows: int) -> int:
+        """Bytes up to the end of so many rows of values."""
+        first, shape, dtype = self.places()["values" if self.keep else (self.names or ("positions",))[-1]]
+        width = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+        return first + (rows if self.keep else shape[0]) * width
+
+
+class RequestRows:
+    """Rows of one request while its engine works on it.
+
+    Args:
+        request: with the prompt as it is fed, and the most tokens that are generated.
+        pool: of shared memory.
+        vocab_size: columns of a row.
+        dtype: name of the dtype of the engine's logits.
+
+    Attributes:
+        error: why there will be no rows; None while all is well.
+        last: position of the newest row that the engine computed.
+    """
+
+    def __init__(self, request: Request, pool: Pool, *, vocab_size: int, dtype: str) -> None:
+        self.request, self.last = request, -1
+        self.error: str | None = None
+        self._pool, self._vocab_size = pool, vocab_size
+        self._wanted = _wanted(request)
+        self._filled = np.zeros(len(self._wanted), dtype=bool)
+        # Ids that the rows were computed to score; at the end they must be those that were given out.
+        self._scored: Ids = np.full(len(self._wanted), -1, np.int32)
+        self._extractor = Extractor(
+            request, 0, model_dtype=dtype, vocab_size=vocab_size, buffer=lambda *_: self._room
+        )
+        self._layout = Layout(
+            rows=len(self._wanted),
+            tokens=request.prompt_length + request.max_new_tokens,
+            names=request.summary,
+            vocab_size=vocab_size,
+            dtype=self._extractor.encoding.name,
+            keep=self._extractor.keep_values,
+        )
+        self._segment: Segment | None = None
+        self._room: Any = None
+        self._given = 0
+        self._waiting: collections.deque[tuple[PendingBlock, slice, Any]] = collections.deque()
+
+    @property
+    def first_prompt_row(self) -> int | None:
+        """The first wanted row before those that score generated tokens; None when there is none."""
+        before = self._wanted[self._wanted < self._first_generated]
+        return int(before[0]) if before.size else None
+
+    @property
+    def _first_generated(self) -> int:
+        length = self.request.prompt_length
+        return length - 1 if self.request.max_new_tokens else length
+
+    def put_prompt(self, logits: Any, first: int) -> None:
+        """Rows ``first …`` that score prompt tokens: a tensor ``[rows, vocab_size]``, read at once."""
+        last = min(first + len(logits), self._first_generated)
+        wanted = slice(*np.searchsorted(self._wanted, [first, last]))
+        positions = self._wanted[wanted]
+        if not positions.size:
+            return
+        ids = np.append(self.request.token_ids, np.int32(-1))
+        self._put(wanted, logits, positions - first, ids[positions + 1])
+
+    def wants(self, position: int) -> bool:
+        """Whether this row of a generated token is kept."""
+        if position < self._first_generated:
+            return False
+        at = int(np.searchsorted(self._wanted, position))
+        return at < len(self._wanted) and int(self._wanted[at]) == position
+
+    def put_generated(self, logits: Any, position: int, target: Any) -> None:
+        """The row at ``position``, a tensor ``[1, vocab_size]``, and the id it scores, a tensor ``[1]``."""
+        at = int(np.searchsorted(self._wanted, position))
+        self._put(slice(at, at + 1), logits, np.zeros(1, np.int64), target)
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no rows."""
+        self.error = f"{type(error).__name__}: {error}"
+        self.drop()
+
+    def drop(self) -> None:
+        """Give back what was taken."""
+        self._waiting.clear()
+        self._room = None
+        if self._segment is not None:
+            self._segment.take_back()
+            self._segment = None
+
+    def ticket(self, generated_ids: Sequence[int], *, ended: bool) -> dict[str, Any]:
+        """The rows that were not given out yet, for `received`; after the last ones nothing is left here.
+
+        Args:
+            generated_ids: that the engine gives out up to now.
+            ended: whether there will be no more.
+
+        Raises:
+            IncompleteError: a row is missing, or was made for another token.
+        """
+        self._settle(0)
+        request, new = self.request, len(generated_ids)
+        token_ids = np.concatenate([request.token_ids, np.asarray(generated_ids, np.int32)]).astype(np.int32)
+        chosen = self._chosen(new, ended=ended)
+        self._check(chosen, token_ids)
+        if ended and not self._given and np.array_equal(chosen, np.arange(len(chosen))):
+            segment, self._segment = self._held(), None
+        else:
+            segment = self._copied(chosen)
+        self._given = int(chosen[-1]) + 1 if chosen.size else self._given
+        self._array(segment, "token_ids", len(token_ids))[...] = token_ids
+        self._array(segment, "positions", len(chosen))[...] = self._wanted[chosen]
+        segment.room(self._layout.size(len(chosen)), (0,), np.uint8)
+        ticket = segment.lend(self._layout.size(len(chosen)))
+        if ended:
+            self.drop()
+        return {
+            "ticket": dataclasses.astuple(ticket),
+            "layout": dataclasses.asdict(self._layout),
+            "rows": len(chosen),
+            "tokens": len(token_ids),
+            "prompt_length": request.prompt_length,
+            "encode": request.encode,
+        }
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def _put(self, wanted: slice, logits: Any, places: NDArray[np.int64], targets: Any) -> None:
+        positions = self._wanted[wanted]
+        consecutive = places[-1] - places[0] + 1 == len(places)
+        rows = logits[places[0] : places[-1] + 1] if consecutive else logits[places.tolist()]
+        segment = self._held()
+        self._room = self._array(segment, "values", None, wanted) if self._layout.keep else None
+        pending = self._extractor.extract(_Chunk(rows, positions, targets))
+        self._waiting.append((pending, wanted, targets))
+        self._filled[wanted] = True
+        self._settle(_AHEAD)
+
+    def _settle(self, ahead: int) -> None:
+        """Wait for all blocks but the newest few, and put their summaries in their places."""
+        while len(self._waiting) > ahead:
+            pending, wanted, targets = self._waiting.popleft()
+            block = pending.wait()
+            for name, array in block.summary.items():
+                self._array(self._held(), name, None, wanted)[...] = array
+            self._scored[wanted] = targets if isinstance(targets, np.ndarray) else targets.cpu().numpy()
+
+    def _held(self) -> Segment:
+        if self._segment is None:
+            self._segment = self._pool.take(self._layout.size(self._layout.rows))
+            weakref.finalize(self, _abandon, self._segment, self._segment.use)
+        return self._segment
+
+    def _array(
+        self, segment: Segment, name: str, count: int | None, rows: slice = slice(None)
+    ) -> NDArray[Any]:
+        """An array of the segment, or the part of it that a slice of rows or a count names."""
+        first, shape, dtype = self._layout.places()[name]
+        begin, end, _ = (slice(count) if count is not None else rows).indices(shape[0])
+        width = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+        return segment.room(first + begin * width, (end - begin, *shape[1:]), dtype)
+
+    # -- giving out ------------------------------------------------------------------------------------
+
+    def _chosen(self, new: int, *, ended: bool) -> NDArray[np.int64]:
+        """Places of the rows that are due: of the whole sequence at its end, else those not given yet."""
+        length, select = self.request.prompt_length, self.request.select
+        assert select is not None
+        if ended and select.from_the_end:
+            due = select.rows(prompt_length=length, new_tokens=new, ended_early=True)
+            return np.searchsorted(self._wanted, due)
+        known = 0 if select.from_the_end else row_count(length, new)
+        if self.request.max_new_tokens and not new:
+            known = 0
+        return np.arange(self._given, int(np.searchsorted(self._wanted, known)))
+
+    def _check(self, chosen: NDArray[np.int64], token_ids: Ids) -> None:
+        missing = self._wanted[chosen[~self._filled[chosen]]]
+        if missing.size:
+            raise IncompleteError(
+                "rows are missing",
+                where=f"positions {missing[:8].tolist()}",
+                expected=f"{len(chosen)} rows",
+                got=len(chosen) - len(missing),
+            )
+        truth = np.append(token_ids, np.int32(-1))[self._wanted[chosen] + 1]
+        scored = self._scored[chosen]
+        # A row that scores nothing yet was made before its token was known, or scores the end.
+        wrong = (scored != truth) & (truth >= 0)
+        if wrong.any():
+            at = int(self._wanted[chosen[wrong]][0])
+            raise IncompleteError(
+                "a row was made for another token than the engine gave out",
+                where=f"position {at}",
+                expected=int(truth[wrong][0]),
+                got=int(scored[wrong][0]),
+            )
+
+    def _copied(self, chosen: NDArray[np.int64]) -> Segment:
+        """A segment of their own for some of the rows."""
+        copy = self._pool.take(self._layout.size(len(chosen)))
+        names = [*self._layout.names, *(["values"] if self._layout.keep else [])]
+        for name in names if chosen.size else ():
+            run = slice(int(chosen[0]), int(chosen[-1]) + 1)
+            rows = self._array(self._held(), name, None, run)
+            self._array(copy, name, len(chosen))[...] = rows[chosen - chosen[0]]
+        return copy
+
+
+def received(ticket: Mapping[str, Any], identity: Identity, vocabulary: Vocabulary | None) -> Logits:
+    """The rows of a `RequestRows.ticket`, over the memory they were written to.
+
+    Raises:
+        FileFormatError: the memory is gone.
+    """
+    layout = Layout(**ticket["layout"])
+    attached = attach(Ticket(*ticket["ticket"]))
+    arrays = {}
+    for name, (first, shape, dtype) in layout.places().items():
+        count = ticket["tokens"] if name == "token_ids" else ticket["rows"]
+        arrays[name] = attached.array(first, (count, *shape[1:]), dtype)
+    return Logits(
+        values=arrays.get("values"),
+        positions=arrays["positions"],
+        token_ids=arrays["token_ids"],
+        prompt_length=ticket["prompt_length"],
+        identity=identity,
+        summary={name: arrays[name] for name in layout.names},
+        encoding=ticket["encode"],
+        vocabulary=vocabulary,
+    )
+
+
+def discarded(ticket: Mapping[str, Any]) -> None:
+    """Nobody waits for these rows any more."""
+    if "ticket" in ticket:
+        release(Ticket(*ticket["ticket"]))
+
+
+def _wanted(request: Request) -> NDArray[np.int64]:
+    """Every row that may be kept: what counts from the end of a generation is known only there."""
+    length, new, select = request.prompt_length, request.max_new_tokens, request.select
+    assert select is not None
+    if new and select.from_the_end:
+        return np.arange(row_count(length, new), dtype=np.int64)
+    return select.rows(prompt_length=length, new_tokens=new)
+
+
+def _abandon(segment: Segment, use: int) -> None:
+    """A request that ended without a word gives its memory back."""
+    if segment.use == use and segment.held:
+        segment.take_back()

@@ -1,0 +1,241 @@
+"""Hooks in the process of SGLang's users: what they ask for goes out, rows come back as `Logits`.
+
+Source of every name: SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import inspect
+import multiprocessing
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from logitscope.errors import LogitscopeError, OptionError, RowsError
+from logitscope.logits import Logits, LogitsBatch
+from logitscope.plugins.common.options import KEY, Options, read_options
+from logitscope.plugins.common.rows import discarded, received
+from logitscope.rows import Identity
+from logitscope.tokenizer import Tokenizer
+from logitscope.wire import owners, sweep
+
+RESULT = "logits"
+"""Under which a request's `Logits` lie in ``meta_info``."""
+
+_ENDING_S = 5.0
+
+
+def generate(
+    original: Callable[..., Any], self: Any, *args: Any, return_logits: Any = None, **kwargs: Any
+) -> Any:
+    """Around ``Engine.generate``: with ``return_logits``, ``meta_info["logits"]`` is a `Logits`."""
+    asked, kwargs = _asking(original, self, args, kwargs, return_logits)
+    if asked is None:
+        return original(self, *args, **kwargs)
+    result = original(self, **kwargs)
+    if isinstance(result, Iterator):
+        return (_checked(chunk, asked) for chunk in result)
+    return _checked(result, asked)
+
+
+async def async_generate(
+    original: Callable[..., Any], self: Any, *args: Any, return_logits: Any = None, **kwargs: Any
+) -> Any:
+    """Around ``Engine.async_generate``: as `generate`."""
+    asked, kwargs = _asking(original, self, args, kwargs, return_logits)
+    if asked is None:
+        return await original(self, *args, **kwargs)
+    result = await original(self, **kwargs)
+    return _checked_later(result, asked) if isinstance(result, AsyncIterator) else _checked(result, asked)
+
+
+def logits(
+    self: Any,
+    prompt: Any = None,
+    *,
+    input_ids: Any = None,
+    select: Any = None,
+    encode: str | None = None,
+    summary: Any = False,
+) -> Logits | LogitsBatch:
+    """Rows ``0 … L-1`` of each prompt: no token is sampled.
+
+    Args:
+        prompt: a text, or a list of texts.
+        input_ids: instead of it: a list of ids, or a list of such lists.
+        select: a `Select`, or its positions; None keeps every row and column.
+        encode: the value format; None is float32, which SGLang computes.
+        summary: names of per-row summaries, or True for all.
+
+    Returns:
+        `Logits` for one prompt, a `LogitsBatch` for a list.
+    """
+    asked = {"select": select, "encode": encode, "summary": summary}
+    found = self.generate(prompt, {"max_new_tokens": 0}, input_ids=input_ids, return_logits=asked)
+    if isinstance(found, Mapping):
+        result: Logits = found["meta_info"][RESULT]
+        return result
+    return LogitsBatch([one["meta_info"][RESULT] for one in found])
+
+
+def extend_engine() -> None:
+    """Give ``sglang.Engine`` the method `logits`."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    Engine.logits = logits
+
+
+def receive(
+    original: Callable[..., Any],
+    self: Any,
+    meta_info: dict[str, Any],
+    state: Any,
+    customized_info: Mapping[str, Any],
+    index: int,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around ``TokenizerManager.update_request_meta_info``: a ticket becomes rows."""
+    rest = {key: values for key, values in customized_info.items() if key != KEY}
+    original(self, meta_info, state, rest, index, *args, **kwargs)
+    tickets = customized_info.get(KEY)
+    ticket = None if tickets is None else tickets[index]
+    if ticket is None:
+        return
+    if "error" in ticket:
+        meta_info[RESULT] = RowsError(ticket["error"], where="return_logits")
+        return
+    tokenizer = _tokenizer(self)
+    own = {} if tokenizer is None else {"tokenizer_hash": tokenizer.hash, "tokenizer_size": len(tokenizer)}
+    try:
+        meta_info[RESULT] = received(ticket, Identity(**{**ticket["identity"], **own}), tokenizer)
+    except LogitscopeError as error:
+        meta_info[RESULT] = error
+
+
+async def batch_output(
+    original: Callable[..., Any], self: Any, recv_obj: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around ``TokenizerManager._handle_batch_output``: rows of requests that were aborted are given back."""
+    gone = [i for i, rid in enumerate(recv_obj.rids) if rid not in self.rid_to_state]
+    if gone and getattr(recv_obj, "customized_info", None) is not None:
+        from sglang.srt.managers.io_struct import unwrap_from_pickle
+
+        tickets = unwrap_from_pickle(recv_obj.customized_info).get(KEY) or []
+        for i in gone:
+            if i < len(tickets) and tickets[i] is not None:
+                discarded(tickets[i])
+    return await original(self, recv_obj, *args, **kwargs)
+
+
+def shutdown(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``Engine.shutdown``: its processes leave nothing in shared memory; results stay valid."""
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        late = time.monotonic() + _ENDING_S
+        while time.monotonic() < late and owners() & {p.pid for p in multiprocessing.active_children()}:
+            time.sleep(0.02)
+        sweep()
+
+
+# -- what is asked -------------------------------------------------------------------------------------
+
+
+def _asking(
+    original: Callable[..., Any],
+    engine: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    return_logits: Any,
+) -> tuple[list[bool] | None, dict[str, Any]]:
+    """Which prompts ask, and the call's arguments with what they ask for in their sampling parameters."""
+    if return_logits is None or return_logits is False:
+        return None, kwargs
+    from logitscope.plugins.sglang.hooks import check
+
+    check()
+    bound = inspect.signature(original).bind(engine, *args, **kwargs).arguments
+    given = {name: value for name, value in bound.items() if name != "self"}
+    count = _prompts(given)
+    options = _options(return_logits, count)
+    params = given.get("sampling_params")
+    listed = list(params) if isinstance(params, Sequence) else [params or {}] * (count or 1)
+    if len(listed) != len(options):
+        raise OptionError(
+            "as many sampling parameters as prompts",
+            where="sampling_params",
+            expected=len(options),
+            got=len(listed),
+        )
+    folded = [_folded(p, o) for p, o in zip(listed, options, strict=True)]
+    given["sampling_params"] = folded[0] if count is None else folded
+    samples = int(listed[0].get("n", 1))
+    return [option is not None for option in options for _ in range(samples)], given
+
+
+def _prompts(given: Mapping[str, Any]) -> int | None:
+    """How many prompts a call has; None when it is one that is no list."""
+    prompt, ids = given.get("prompt"), given.get("input_ids")
+    if prompt is not None:
+        return None if isinstance(prompt, str) else len(prompt)
+    if not ids or isinstance(ids[0], int):
+        return None
+    return len(ids)
+
+
+def _options(return_logits: Any, count: int | None) -> list[Options | None]:
+    if not isinstance(return_logits, list | tuple):
+        return [read_options(return_logits)] * (count or 1)
+    if count is None or len(return_logits) != count:
+        raise OptionError(
+            "a list has one entry a prompt",
+            where="return_logits",
+            expected=count or "no list",
+            got=len(return_logits),
+        )
+    return [read_options(one) for one in return_logits]
+
+
+def _folded(params: Mapping[str, Any], options: Options | None) -> dict[str, Any]:
+    """Sampling parameters that carry the options."""
+    if options is None:
+        return dict(params)
+    custom = params.get("custom_params") or {}
+    return {**params, "custom_params": {**custom, KEY: options.message()}}
+
+
+# -- what comes back -----------------------------------------------------------------------------------
+
+
+def _checked(result: Any, asked: Sequence[bool]) -> Any:
+    """The engine's answer, if everyone who asked has rows.
+
+    Raises:
+        LogitscopeError: the rows of a request could not be given.
+    """
+    for i, answer in enumerate(result if isinstance(result, list) else [result]):
+        wanted = asked[answer.get("index", i)] if len(asked) > 1 else asked[0]
+        found = answer["meta_info"].get(RESULT)
+        if isinstance(found, LogitscopeError):
+            raise found
+        if wanted and found is None:
+            raise RowsError(
+                "SGLang gave no rows", where=f"prompt {i}", got=answer["meta_info"].get("finish_reason")
+            )
+    return result
+
+
+async def _checked_later(chunks: AsyncIterator[Any], asked: Sequence[bool]) -> AsyncIterator[Any]:
+    async for chunk in chunks:
+        yield _checked(chunk, asked)
+
+
+def _tokenizer(manager: Any) -> Tokenizer | None:
+    """The manager's tokenizer as results use it, made once."""
+    if manager.tokenizer is None:
+        return None
+    found: Tokenizer | None = getattr(manager, "logitscope_tokenizer", None)
+    if found is None or found.wrapped is not manager.tokenizer:
+        found = manager.logitscope_tokenizer = Tokenizer(manager.tokenizer)
+    return found

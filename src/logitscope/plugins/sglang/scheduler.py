@@ -1,0 +1,283 @@
+"""Hooks in SGLang's scheduler process: rows leave the device here, selected and encoded.
+
+Source of every name: SGLang 0.5.23. A request that asks carries its `RequestRows` as ``req.logitscope``.
+Prompt rows are read where SGLang computes prompt log-probabilities, which the plugin switches on for it; the
+row that scores a sampled token is copied just before the sampler changes it, and kept once the token is
+known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from logitscope.errors import LogitscopeError, UnsupportedError
+from logitscope.plugins.common.options import KEY, read_options
+from logitscope.plugins.common.rows import RequestRows
+from logitscope.plugins.sglang.identity import identity_of
+from logitscope.rows import Identity
+from logitscope.wire import Pool, sweep
+
+_DTYPE = "float32"  # SGLang's logits are, whatever the model's dtype
+
+
+@dataclasses.dataclass
+class _Place:
+    """What the plugin holds in a scheduler process.
+
+    Attributes:
+        own: whether rows are kept here: every rank of a tensor-parallel engine sees them, one keeps them.
+        pool: of shared memory.
+        identity: what makes the rows.
+        forward: the forward that is running for requests that ask.
+    """
+
+    own: bool
+    pool: Pool
+    identity: Identity
+    forward: _Forward | None = None
+
+
+_place: _Place | None = None
+
+
+@dataclasses.dataclass
+class _Forward:
+    """One forward: whose rows are wanted, and the rows that wait for their sampled tokens."""
+
+    batch: Any
+    asking: list[tuple[int, RequestRows]]
+    read: dict[int, int] = dataclasses.field(default_factory=dict)
+    sampled: list[tuple[int, RequestRows, int, Any]] = dataclasses.field(default_factory=list)
+
+    def prompt(self, logits: Any, owners: Sequence[int]) -> None:
+        """Rows ``[rows, vocab]`` that score prompt tokens; ``owners`` are places in the batch, ascending."""
+        asking, first = dict(self.asking), 0
+        while first < len(owners):
+            owner = owners[first]
+            last = first + owners[first:].count(owner)
+            done = self.read.get(owner, 0)
+            self.read[owner] = done + last - first
+            if owner in asking:
+                start = min(self.batch.extend_logprob_start_lens[owner], self.batch.extend_lens[owner] - 1)
+                position = self.batch.prefix_lens[owner] + start + done
+                rows = asking[owner]
+                _guarded(rows, rows.put_prompt, logits[first:last], position)
+            first = last
+
+    def before_sampling(self, forward_batch: Any, logits: Any) -> None:
+        """Copy the rows that score the next tokens: the sampler works in place."""
+        extend = forward_batch.forward_mode.is_extend()
+        chosen = []
+        for i, rows in self.asking:
+            rows.last = self.batch.prefix_lens[i] + self.batch.extend_lens[i] - 1 if extend else rows.last + 1
+            if rows.error is None and rows.wants(rows.last):
+                chosen.append((i, rows, rows.last))
+        if chosen:
+            copy = logits[[i for i, _, _ in chosen]]  # an index makes a copy
+            self.sampled = [(*entry, copy[n : n + 1]) for n, entry in enumerate(chosen)]
+
+    def sampled_now(self, token_ids: Any) -> None:
+        """The tokens ``[batch]`` are known."""
+        for i, rows, position, row in self.sampled:
+            _guarded(rows, rows.put_generated, row, position, token_ids[i : i + 1])
+        self.sampled = []
+
+
+def _guarded(rows: RequestRows, step: Callable[..., None], *args: Any) -> None:
+    """What goes wrong with a request's rows is the request's error, and not the end of SGLang's loop."""
+    if rows.error is not None:
+        return
+    try:
+        step(*args)
+    except Exception as error:  # noqa: BLE001 - whatever it is, other requests go on
+        rows.fail(error)
+
+
+# -- hooks ---------------------------------------------------------------------------------------------
+
+
+def create_request(original: Callable[..., Any], self: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``Scheduler._create_generation_req``: see what is asked, and switch on what it needs."""
+    params = recv_req.sampling_params
+    custom = params.custom_params
+    message = custom.get(KEY) if isinstance(custom, dict) else None
+    if message is None:
+        return original(self, recv_req, *args, **kwargs)
+    try:
+        place = _placed(self)
+        _refuse(self, recv_req)
+        options = read_options(message)
+        assert options is not None
+        most = self.max_req_len - len(recv_req.input_ids) - 1
+        new = most if params.max_new_tokens is None else min(params.max_new_tokens, most)
+        request = options.request(recv_req.input_ids, max(new, 0))
+        rows = RequestRows(request, place.pool, vocab_size=self.model_config.vocab_size, dtype=_DTYPE)
+    except LogitscopeError as error:
+        req = original(self, recv_req, *args, **kwargs)
+        req.set_finish_with_abort(f"return_logits: {error}")
+        return req
+    silent = not kwargs["return_logprob"]
+    first = rows.first_prompt_row
+    if first is not None:
+        asked = recv_req.logprob_start_len
+        kwargs["return_logprob"] = recv_req.return_logprob = True
+        recv_req.logprob_start_len = first if silent or asked < 0 else min(first, asked)
+    req = original(self, recv_req, *args, **kwargs)
+    req.logitscope = rows
+    req.logitscope_silent = silent and first is not None
+    return req
+
+
+def forward_batch(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``TpModelWorker.forward_batch_generation``: rows are read while it runs, tokens after it."""
+    place = _place
+    if place is None or not place.own or batch is None:
+        return original(self, batch, *args, **kwargs)
+    asking = [(i, req.logitscope) for i, req in enumerate(batch.reqs) if hasattr(req, "logitscope")]
+    if not asking:
+        return original(self, batch, *args, **kwargs)
+    forward = place.forward = _Forward(batch, asking)
+    try:
+        result = original(self, batch, *args, **kwargs)
+    finally:
+        place.forward = None
+    delayed = result.delay_sample_func
+    if delayed is None:
+        forward.sampled_now(result.next_token_ids)
+    else:
+
+        @functools.wraps(delayed)
+        def sample() -> Any:
+            sampled = delayed()
+            forward.sampled_now(sampled.next_token_ids)
+            return sampled
+
+        result.delay_sample_func = sample
+    return result
+
+
+def prompt_rows(
+    original: Callable[..., Any],
+    self: Any,
+    *args: Any,
+    token_to_seq_idx: list[int],
+    get_logits_fn: Callable[..., Any],
+    **kwargs: Any,
+) -> Any:
+    """Around ``InputLogprobProcessor.forward``: read each chunk of rows as it is made."""
+    forward = _running()
+    read = get_logits_fn
+    if forward is not None:
+        done = 0
+
+        def read(states: Any, *more: Any, **options: Any) -> Any:
+            nonlocal done
+            logits = get_logits_fn(states, *more, **options)
+            forward.prompt(logits, token_to_seq_idx[done : done + len(states)])
+            done += len(states)
+            return logits
+
+    return original(self, *args, token_to_seq_idx=token_to_seq_idx, get_logits_fn=read, **kwargs)
+
+
+def before_sampling(result: Any, batch: Any, forward_batch: Any, logits_output: Any) -> None:
+    """After ``capture_pre_sample_logits``: the last moment before the sampler."""
+    forward = _running()
+    if forward is not None and logits_output is not None and logits_output.next_token_logits is not None:
+        forward.before_sampling(forward_batch, logits_output.next_token_logits)
+
+
+def output_streamer_class(original: Callable[..., Any], self: Any) -> Any:
+    """Around ``Scheduler.get_output_streamer_class``: tickets ride on what is sent to the user's process."""
+    base = original(self)
+    return base if getattr(self, "rust_server", None) is not None else _streamer(base)
+
+
+@functools.cache
+def _streamer(base: type) -> type:
+    class LogitsStreamer(base):  # type: ignore[misc]
+        __slots__ = ()
+        has_additional_customized_info = True
+
+        def stream_output(self, reqs: Any, return_logprob: bool, skip_req: Any = None) -> None:
+            for req in reqs:
+                if getattr(req, "logitscope_silent", False):
+                    _silence(req)
+            super().stream_output(reqs, return_logprob, skip_req)
+
+        def build_additional_customized_info(self, reqs: Any) -> dict[str, list[Any]]:
+            info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
+            if any(hasattr(req, "logitscope") for req in reqs):
+                info[KEY] = [_ticket(req) for req in reqs]
+            return info
+
+    return LogitsStreamer
+
+
+def _ticket(req: Any) -> dict[str, Any] | None:
+    """What a request's user gets now: rows, an error, or nothing yet."""
+    rows: RequestRows | None = getattr(req, "logitscope", None)
+    place = _place
+    if rows is None or place is None or not place.own:
+        return None
+    ended = req.finished()
+    if ended and req.finished_reason.to_json()["type"] == "abort":
+        rows.drop()
+        return None
+    if rows.error is None and (ended or req.stream):
+        try:
+            new = req.output_ids_through_stop if rows.request.max_new_tokens else ()
+            ticket = rows.ticket(list(new), ended=ended)
+            return {**ticket, "identity": dataclasses.asdict(place.identity)}
+        except Exception as error:  # noqa: BLE001 - as in _guarded
+            rows.fail(error)
+    return {"error": rows.error} if rows.error and (ended or req.stream) else None
+
+
+def _silence(req: Any) -> None:
+    """Log-probabilities that only the plugin switched on do not cross to the user's process."""
+    req.input_logprob_sent = True
+    logprob = req.logprob
+    for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs"):
+        for part in ("val", "idx"):
+            getattr(logprob, f"output_{name}_{part}").clear()
+
+
+def _running() -> _Forward | None:
+    place = _place
+    return None if place is None else place.forward
+
+
+def _placed(scheduler: Any) -> _Place:
+    global _place
+    if _place is None:
+        from sglang.srt.runtime_context import get_parallel
+
+        from logitscope.plugins.sglang.hooks import check
+
+        check()
+        sweep()
+        _place = _Place(get_parallel().attn_tp_rank == 0, Pool(), identity_of(scheduler, dtype=_DTYPE))
+    return _place
+
+
+def _refuse(scheduler: Any, recv_req: Any) -> None:
+    """What this version cannot do, by name."""
+    args = scheduler.server_args
+    refused = {
+        "pipeline parallelism": args.pp_size > 1,
+        "data-parallel attention": bool(getattr(args, "enable_dp_attention", False)),
+        "speculative decoding": not scheduler.spec_algorithm.is_none(),
+        "prefill/decode disaggregation": args.disaggregation_mode != "null",
+        "an engine on several hosts": args.nnodes > 1,
+        "diffusion language models": scheduler.dllm_config is not None,
+        "input embeddings": recv_req.input_embeds is not None,
+        "multi-item scoring": recv_req.multi_item_delimiter_indices is not None,
+        "sessions": recv_req.session_params is not None,
+    }
+    for name, present in refused.items():
+        if present:
+            raise UnsupportedError(f"no complete logits with {name} in this version", where="SGLang")

