@@ -485,3 +485,10 @@ def test_the_cli_page_is_current() -> None:
     command = [sys.executable, str(ROOT / "tools" / "cli_docs.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_doctor_needs_the_engine(run: Any) -> None:
+    code, _, err = run("doctor", "sglang")
+    assert code == 1
+    assert "sglang is not installed" in err
+    assert "pip install sglang" in err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import io
+import json
 import os
 import pathlib
 import subprocess
@@ -46,6 +47,8 @@ from logitscope.wire import (
     sweep,
     write_stream,
 )
+from logitscope.wire.results import blocks_of, logits_from_json, logits_to_json, read_results
+from logitscope.wire.results import request_of as request_of_result
 
 SPECIAL = np.array([np.inf, -np.inf, np.nan, -0.0, 1e-42, 3.5], np.float32)
 
@@ -184,6 +187,34 @@ def test_python_objects_do_not_grow_with_the_vocabulary() -> None:
     assert facts(100_000) - facts(1000) < 64  # lengths have more digits
 
 
+# -- results -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ["all", [1, 3]])
+def test_a_result_comes_through_as_json_and_as_a_stream(dtype: Any, rows: Any) -> None:
+    engine = FakeEngine.open(vocab_size=VOCAB, dtype=str(dtype))
+    result = engine.logits([3, 1, 4, 1, 5], select=Select(rows), summary=True)
+    sink = io.BytesIO()
+    write_stream(sink, blocks_of(result, 0), result.identity, [request_of_result(result, 0)])
+    text = json.dumps(logits_to_json(result))
+    for back in (logits_from_json(json.loads(text)), *read_results(sink.getvalue())):
+        assert_same_bits(np.asarray(back), np.asarray(result))
+        assert_same_bits(back.positions, result.positions)
+        assert back.identity == result.identity
+        for name in SUMMARIES:
+            assert_same_bits(back.summary[name], result.summary[name])
+
+
+@pytest.mark.parametrize(
+    "change", [{"values_b64": "%"}, {"shape": [7]}, {"values_b64_dtype": "int3"}, {"identity": {}}]
+)
+def test_what_is_no_result_as_json_is_refused(change: dict[str, Any]) -> None:
+    good = logits_to_json(FakeEngine.open(vocab_size=VOCAB).logits([3, 1]))
+    with pytest.raises(FileFormatError, match="no result as JSON"):
+        logits_from_json({**good, **change})
+
+
 # -- requests ------------------------------------------------------------------------------------------
 
 POSITIONS = st.one_of(
@@ -195,8 +226,6 @@ POSITIONS = st.one_of(
 
 @given(POSITIONS, st.sampled_from(["all", None]), st.none() | st.just("float16"), st.booleans())
 def test_a_request_comes_through(positions: Any, vocab: Any, encode: Any, generates: bool) -> None:
-    import json
-
     sampling = Sampling(temperature=0.5, seed=7, stop=("a", "b"), logit_bias={3: -float("inf")})
     request = Request(
         np.arange(60, dtype=np.int32),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pathlib
 import pickle
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -154,9 +155,14 @@ def test_samples_of_one_prompt_have_rows_of_their_own(engine: Any, oracle: Any, 
         close("n = 3", found, oracle(found.token_ids)[:-1])
 
 
-def test_a_stream_brings_the_new_rows_of_each_chunk(engine: Any, oracle: Any, close: Any) -> None:
-    chunks = list(engine.generate(FRANCE, GREEDY, stream=True, return_logits=True))
-    parts = [logits_of(chunk) for chunk in chunks]
+@pytest.mark.parametrize("pause_s", [0, 0.5])
+def test_a_stream_brings_the_new_rows_of_each_chunk(
+    engine: Any, oracle: Any, close: Any, pause_s: float
+) -> None:
+    parts = []
+    for chunk in engine.generate(FRANCE, GREEDY, stream=True, return_logits=True):
+        parts.append(logits_of(chunk))
+        time.sleep(pause_s)  # meanwhile SGLang goes on, and drops the chunks that were not taken
     positions = np.concatenate([part.positions for part in parts])
     assert len(parts) > 1
     assert positions.tolist() == list(range(5 + 12 - 1))
@@ -261,6 +267,11 @@ def test_what_the_scheduler_refuses_is_one_requests_error(engine: Any) -> None:
     with pytest.raises(ValueError, match=r"return_logits.*no JSON"):
         engine.generate(FRANCE, {**GREEDY, "custom_params": {KEY: "{"}})
     assert "Paris" in engine.generate(FRANCE, GREEDY)["text"]
+
+
+def test_beam_search_is_refused_by_name(engine: Any) -> None:
+    with pytest.raises(ValueError, match="no complete logits with beam search"):
+        engine.generate(FRANCE, {"max_new_tokens": 4, "beam_width": 2}, return_logits=True)
 
 
 def test_log_probabilities_that_the_user_asks_for_stay(engine: Any) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import typer
 
@@ -15,6 +15,7 @@ import logitscope
 from logitscope.cli import options as opt
 from logitscope.cli.report import INTERRUPTED, USAGE, command, row_progress, say, spinner, stdout
 from logitscope.engines.transformers.gguf import BUNDLED
+from logitscope.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -202,6 +203,22 @@ def generate(
         else:
             _show(generations, partial(results.show_generation, top=top))
         _write([results.logits_of(one) for one in generations], html=html, out=out)
+
+
+@app.command()
+def doctor(
+    engine: Annotated[Literal["sglang"], typer.Argument(help="Beside which engine the plugin is installed.")],
+    traceback: opt.Traceback = False,
+) -> None:
+    """Check whether the plugin for an engine finds all that it hooks into."""
+    with command(traceback=traceback):
+        from logitscope.cli.doctor import check_table, state_of
+
+        with spinner(f"loading {engine}"):
+            found = state_of(engine)
+        stdout().print(check_table(found))
+        if any(state != "ok" for state in found.values()):
+            raise UnsupportedError("return_logits cannot work here", where=engine, fix="See the table.")
 
 
 @app.command()

@@ -5,11 +5,16 @@ Source of every name: SGLang 0.5.23.
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
 import inspect
 import multiprocessing
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from logitscope.errors import LogitscopeError, OptionError, RowsError
 from logitscope.logits import Logits, LogitsBatch
@@ -18,9 +23,13 @@ from logitscope.plugins.common.rows import discarded, received
 from logitscope.rows import Identity
 from logitscope.tokenizer import Tokenizer
 from logitscope.wire import owners, sweep
+from logitscope.wire.results import logits_to_json
 
 RESULT = "logits"
 """Under which a request's `Logits` lie in ``meta_info``."""
+
+FORM = f"{KEY}_form"
+"""In which form they lie there: ``"json"``, where that is what is sent on."""
 
 _ENDING_S = 5.0
 
@@ -102,15 +111,57 @@ def receive(
     ticket = None if tickets is None else tickets[index]
     if ticket is None:
         return
+    try:
+        found = _received(self, ticket)
+        if state.out_list and hasattr(state, "logitscope"):
+            # The user has not taken the chunk before this one yet, and SGLang gives out the newest only.
+            found = joined(state.logitscope, found)
+        custom = (state.obj.sampling_params or {}).get("custom_params") or {}
+        shown = found if custom.get(FORM) != "json" else _as_json(found)
+    except Exception as error:  # noqa: BLE001 - whatever it is, other requests go on
+        found = shown = RowsError(f"{type(error).__name__}: {error}", where="return_logits")
+    state.logitscope, meta_info[RESULT] = found, shown
+
+
+def _as_json(found: Logits | LogitscopeError) -> dict[str, Any]:
+    return logits_to_json(found) if isinstance(found, Logits) else {"error": str(found)}
+
+
+def joined(before: Logits | LogitscopeError, after: Logits | LogitscopeError) -> Logits | LogitscopeError:
+    """Rows of two chunks of one stream as one result; an error of either is that of both."""
+    if isinstance(before, LogitscopeError):
+        return before
+    if isinstance(after, LogitscopeError):
+        return after
+    values = None if after.values is None else np.concatenate([before.values, after.values])
+    return dataclasses.replace(
+        after,
+        values=values,
+        positions=np.concatenate([before.positions, after.positions]),
+        summary={name: np.concatenate([before.summary[name], a]) for name, a in after.summary.items()},
+    )
+
+
+def _received(manager: Any, ticket: Mapping[str, Any]) -> Logits | LogitscopeError:
     if "error" in ticket:
-        meta_info[RESULT] = RowsError(ticket["error"], where="return_logits")
-        return
-    tokenizer = _tokenizer(self)
+        return RowsError(ticket["error"], where="return_logits")
+    tokenizer = _tokenizer(manager)
     own = {} if tokenizer is None else {"tokenizer_hash": tokenizer.hash, "tokenizer_size": len(tokenizer)}
     try:
-        meta_info[RESULT] = received(ticket, Identity(**{**ticket["identity"], **own}), tokenizer)
+        return received(ticket, Identity(**{**ticket["identity"], **own}), tokenizer)
     except LogitscopeError as error:
-        meta_info[RESULT] = error
+        return error
+
+
+def launched(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``Engine._launch_subprocesses``: where the HTTP server is, it learns what we add."""
+    atexit.register(sweep)  # a server ends without `shutdown`
+    server = sys.modules.get("sglang.srt.entrypoints.http_server")
+    if server is not None:
+        from logitscope.plugins.sglang.http import extend_server
+
+        extend_server(server)
+    return original(cls, *args, **kwargs)
 
 
 async def batch_output(
@@ -152,11 +203,28 @@ def _asking(
     """Which prompts ask, and the call's arguments with what they ask for in their sampling parameters."""
     if return_logits is None or return_logits is False:
         return None, kwargs
+    bound = inspect.signature(original).bind(engine, *args, **kwargs).arguments
+    given = {name: value for name, value in bound.items() if name != "self"}
+    given["sampling_params"], asked = folded(given, return_logits)
+    return asked, given
+
+
+def folded(
+    given: Mapping[str, Any], return_logits: Any, *, form: str | None = None
+) -> tuple[Any, list[bool]]:
+    """Sampling parameters that carry what is asked, and which of the answers will have rows.
+
+    Args:
+        given: ``prompt``, ``input_ids`` and ``sampling_params`` of a call.
+        return_logits: what is asked.
+        form: ``"json"`` for rows as JSON; None for `Logits`.
+
+    Raises:
+        OptionError, SelectError, UnsupportedError: it cannot be asked here.
+    """
     from logitscope.plugins.sglang.hooks import check
 
     check()
-    bound = inspect.signature(original).bind(engine, *args, **kwargs).arguments
-    given = {name: value for name, value in bound.items() if name != "self"}
     count = _prompts(given)
     options = _options(return_logits, count)
     params = given.get("sampling_params")
@@ -168,10 +236,10 @@ def _asking(
             expected=len(options),
             got=len(listed),
         )
-    folded = [_folded(p, o) for p, o in zip(listed, options, strict=True)]
-    given["sampling_params"] = folded[0] if count is None else folded
+    carrying = [_carrying(p, o, form) for p, o in zip(listed, options, strict=True)]
     samples = int(listed[0].get("n", 1))
-    return [option is not None for option in options for _ in range(samples)], given
+    asked = [option is not None for option in options for _ in range(samples)]
+    return carrying[0] if count is None else carrying, asked
 
 
 def _prompts(given: Mapping[str, Any]) -> int | None:
@@ -197,12 +265,11 @@ def _options(return_logits: Any, count: int | None) -> list[Options | None]:
     return [read_options(one) for one in return_logits]
 
 
-def _folded(params: Mapping[str, Any], options: Options | None) -> dict[str, Any]:
-    """Sampling parameters that carry the options."""
+def _carrying(params: Mapping[str, Any], options: Options | None, form: str | None) -> dict[str, Any]:
     if options is None:
         return dict(params)
-    custom = params.get("custom_params") or {}
-    return {**params, "custom_params": {**custom, KEY: options.message()}}
+    custom = {**(params.get("custom_params") or {}), KEY: options.message()}
+    return {**params, "custom_params": custom if form is None else {**custom, FORM: form}}
 
 
 # -- what comes back -----------------------------------------------------------------------------------

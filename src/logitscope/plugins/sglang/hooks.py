@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from logitscope.errors import UnsupportedError
+from logitscope.errors import MissingDependencyError, UnsupportedError
 from logitscope.plugins.common.check import Hook, problems
 from logitscope.plugins.sglang import frontend, scheduler
 
@@ -60,6 +60,13 @@ HOOKS = (
         frontend.batch_output,
         ("self", "recv_obj"),
         "giving back rows of aborted requests",
+    ),
+    Hook(
+        f"{_ROOT}entrypoints.engine.Engine._launch_subprocesses",
+        "around",
+        frontend.launched,
+        ("server_args",),
+        "SGLang's HTTP server",
     ),
     Hook(
         f"{_ROOT}entrypoints.engine.Engine.shutdown",
@@ -122,6 +129,23 @@ def faults() -> dict[str, str]:
     applied = HookRegistry._patched
     idle = {hook.target: "was not applied" for hook in HOOKS if hook.target not in applied}
     return {**idle, **found}
+
+
+def examine() -> dict[str, str]:
+    """State of every hook by target, ``"ok"`` or what is wrong, after loading the plugins as SGLang does.
+
+    Raises:
+        MissingDependencyError: SGLang is not installed.
+    """
+    try:
+        from sglang.srt.plugins import load_plugins
+    except ModuleNotFoundError as error:
+        if error.name != "sglang":
+            raise
+        raise MissingDependencyError("sglang is not installed", fix="pip install sglang==0.5.23") from error
+    load_plugins()
+    found = faults()
+    return {hook.target: found.get(hook.target, "ok") for hook in HOOKS}
 
 
 def _version() -> str:

@@ -273,6 +273,7 @@ def _refuse(scheduler: Any, recv_req: Any) -> None:
         "speculative decoding": not scheduler.spec_algorithm.is_none(),
         "prefill/decode disaggregation": args.disaggregation_mode != "null",
         "an engine on several hosts": args.nnodes > 1,
+        "beam search": (getattr(recv_req.sampling_params, "beam_width", None) or 1) > 1,
         "diffusion language models": scheduler.dllm_config is not None,
         "input embeddings": recv_req.input_embeds is not None,
         "multi-item scoring": recv_req.multi_item_delimiter_indices is not None,

