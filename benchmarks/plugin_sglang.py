@@ -1,6 +1,6 @@
 """`return_logits` in SGLang against the same requests without it; ratios of interleaved rounds.
 
-    .venv-sglang/bin/python benchmarks/sglang.py --markdown    # on the bundled model, on a CPU
+    .venv-sglang/bin/python benchmarks/plugin_sglang.py --markdown    # on the bundled model, on a CPU
 
 Everything runs in one engine; see `_measure` for the rule.
 """
