@@ -11,7 +11,9 @@ import argparse
 import os
 import pathlib
 import sys
+import timeit
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -40,6 +42,7 @@ NEW_TOKENS, PROMPT, LONG = 64, 32, 1024
 GENERATE = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 SCORE = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
 NEAREST_PROMPT, NEAREST_NEW = 128, 16
+IDLE_REQUESTS = 32
 
 
 def open_engine() -> Any:
@@ -96,6 +99,37 @@ def legs(engine: Any, vocab_size: int) -> dict[str, Leg]:
     return {name: Leg(name, clocked(run)) for name, run in runs.items()}
 
 
+def idle_hooks() -> Table:
+    """What a scheduler step of requests that do not ask pays, once somebody has asked before."""
+    from logitscope.plugins.sglang import scheduler
+
+    batch = SimpleNamespace(reqs=[SimpleNamespace() for _ in range(IDLE_REQUESTS)])
+
+    class Streamer:
+        def stream_output(self, reqs: Any, return_logprob: bool, skip_req: Any = None) -> None: ...
+
+        def build_additional_customized_info(self, reqs: Any) -> dict[str, Any]:
+            return {}
+
+    streamer = scheduler._streamer(Streamer)()
+    before, scheduler._place = scheduler._place, SimpleNamespace(own=True, forward=None)
+    steps = {
+        "forward": lambda: scheduler.forward_batch(lambda *_: None, None, batch),
+        "before sampling": lambda: scheduler.before_sampling(None, batch, None, None),
+        "output": lambda: streamer.stream_output(batch.reqs, False),
+        "tickets": lambda: streamer.build_additional_customized_info(batch.reqs),
+    }
+    count = 20_000
+    try:
+        found = {name: min(timeit.repeat(step, number=count, repeat=3)) for name, step in steps.items()}
+    finally:
+        scheduler._place = before
+    rows = [(name, f"{seconds / count * 1e6:.2f}") for name, seconds in found.items()]
+    rows.append(("together", f"{sum(found.values()) / count * 1e6:.2f}"))
+    title = f"Hooks in a step of {IDLE_REQUESTS} requests that do not ask"
+    return Table(title, ("hook", "microseconds"), rows)
+
+
 def measure(engine: Any, pairs: int) -> list[Table]:
     every = legs(engine, 49_152)
     usual = [leg for name, leg in every.items() if not name.startswith("small")]
@@ -123,7 +157,7 @@ def measure(engine: Any, pairs: int) -> list[Table]:
             faster=True,
         ),
     ]
-    return [Table("`return_logits` in SGLang", RATIO_COLUMNS, rows)]
+    return [Table("`return_logits` in SGLang", RATIO_COLUMNS, rows), idle_hooks()]
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -20,6 +20,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 Oracle = Callable[[Any], Any]
+DIFFERENCES: dict[str, float] = {}
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -29,6 +30,13 @@ OPTIONS: dict[str, Any] = {
     "skip_server_warmup": True,
     "log_level": "warning",
 }
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the worst difference from Transformers in each group of checks."""
+    terminalreporter.section("worst differences from Transformers")
+    for name, value in DIFFERENCES.items():
+        terminalreporter.write_line(f"{value:.1e}  {name}")
 
 
 def open_sglang(model: str, **options: Any) -> Any:
@@ -74,22 +82,15 @@ def engine(smollm2: str) -> Iterator[Any]:
     opened.shutdown()
 
 
-@pytest.fixture(scope="session")
-def differences() -> Iterator[dict[str, float]]:
-    """Worst differences to the oracle, printed at the end."""
-    found: dict[str, float] = {}
-    yield found
-    for name, value in found.items():
-        print(f"\nworst difference to Transformers, {name}: {value:.1e}", end="")
-
-
 @pytest.fixture
-def close(differences: dict[str, float]) -> Callable[..., None]:
+def close() -> Callable[..., None]:
+    """Compares rows with the truth, and remembers the worst difference under a name."""
+
     def check(name: str, rows: Any, truth: Any, tolerance: float = 2e-4) -> None:
         rows, truth = np.asarray(rows, np.float32), np.asarray(truth, np.float32)
         assert rows.shape == truth.shape
         worst = float(np.abs(rows - truth).max())
-        differences[name] = max(worst, differences.get(name, 0.0))
+        DIFFERENCES[name] = max(worst, DIFFERENCES.get(name, 0.0))
         assert worst <= tolerance, f"{name}: {worst}"
         assert (rows.argmax(-1) == truth.argmax(-1)).all()
 

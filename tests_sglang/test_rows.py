@@ -310,3 +310,13 @@ def test_a_user_can_await_rows(engine: Any, oracle: Any, close: Any) -> None:
 
     found = logits_of(engine.loop.run_until_complete(ask()))
     close("async", found, oracle(found.token_ids)[:-1])
+
+
+def test_a_user_can_await_a_stream(engine: Any, oracle: Any, close: Any) -> None:
+    async def ask() -> list[Any]:
+        chunks = await engine.async_generate(FRANCE, GREEDY, stream=True, return_logits=True)
+        return [logits_of(chunk) async for chunk in chunks]
+
+    parts = engine.loop.run_until_complete(ask())
+    assert np.concatenate([part.positions for part in parts]).tolist() == list(range(5 + 12 - 1))
+    close("async stream", np.concatenate([np.asarray(p) for p in parts]), oracle(parts[-1].token_ids)[:-1])

@@ -273,6 +273,8 @@ def _refuse(scheduler: Any, recv_req: Any) -> None:
         "speculative decoding": not scheduler.spec_algorithm.is_none(),
         "prefill/decode disaggregation": args.disaggregation_mode != "null",
         "an engine on several hosts": args.nnodes > 1,
+        "several tokenizer workers": args.tokenizer_worker_num > 1,
+        "SGLang's Rust server": getattr(scheduler, "rust_server", None) is not None,
         "beam search": (getattr(recv_req.sampling_params, "beam_width", None) or 1) > 1,
         "diffusion language models": scheduler.dllm_config is not None,
         "input embeddings": recv_req.input_embeds is not None,
