@@ -256,8 +256,11 @@ def _version(package: str) -> str:
 # -- on the terminal -----------------------------------------------------------------------------------
 
 
-def show(table: Table) -> None:
-    """Print a table for people; needs Rich."""
+def show(table: Table, *, markdown: bool = False) -> None:
+    """Print a table for people, which needs Rich, or as Markdown."""
+    if markdown:
+        print(table.markdown())
+        return
     from rich.console import Console
     from rich.table import Table as RichTable
 

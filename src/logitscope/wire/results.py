@@ -7,20 +7,17 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from logitscope.encodings import ENCODINGS
 from logitscope.errors import FileFormatError
 from logitscope.logits import Logits
 from logitscope.logits.collect import Collector
 from logitscope.rows import SUMMARY_DTYPES, End, Identity, Request, RowBlock, Select, Vocabulary
 from logitscope.wire.stream import RowReader
 
-_DTYPES = {
-    name: np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
-    for name in ("float32", "float16", "bfloat16", "int32")
-}
+_DTYPES = {name: encoding.dtype for name, encoding in ENCODINGS.items()} | {"int32": np.dtype(np.int32)}
 _BLOCK_ROWS = 256
 
 
@@ -39,10 +36,7 @@ def logits_to_json(result: Logits) -> dict[str, Any]:
         "prompt_length": result.prompt_length,
         "encoding": result.encoding,
         "identity": dataclasses.asdict(result.identity),
-        **{
-            f"{name}_b64": base64.b64encode(np.ascontiguousarray(a).view(np.uint8).data).decode()
-            for name, a in arrays.items()
-        },
+        **{f"{name}_b64": _base64(array) for name, array in arrays.items()},
         **{f"{name}_b64_dtype": str(array.dtype) for name, array in arrays.items()},
     }
 

@@ -15,12 +15,12 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from logitscope.encodings import ENCODINGS
 from logitscope.errors import FileFormatError, IncompleteError, LogitscopeError, UnsupportedError
 from logitscope.rows import SUMMARIES, SUMMARY_DTYPES, End, Identity, Request, RowBlock, Stream
 from logitscope.wire.requests import request_from_json, request_to_json
@@ -31,10 +31,7 @@ MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 
 _KEY = b"logitscope"
 _EXTRAS = ("hidden_states", "attentions")
-_DTYPES = {
-    name: np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
-    for name in ("float64", "float32", "float16", "bfloat16")
-}
+_DTYPES = {name: encoding.dtype for name, encoding in ENCODINGS.items()} | {"float64": np.dtype(np.float64)}
 _SUMMARY_TYPES = {
     name: pa.int32() if SUMMARY_DTYPES[name] is np.int32 else pa.float32() for name in SUMMARIES
 }

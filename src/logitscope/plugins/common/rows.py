@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from logitscope.encodings import encoding
 from logitscope.errors import IncompleteError
 from logitscope.extract import Extractor, PendingBlock
 from logitscope.logits import Logits
-from logitscope.rows import SUMMARY_DTYPES, Identity, Ids, Request, Vocabulary, row_count
+from logitscope.rows import SUMMARY_DTYPES, Identity, Ids, Request, Vocabulary, row_count, targets
 from logitscope.wire import Pool, Segment, Ticket, attach, release
 
 _AHEAD = 2
@@ -64,6 +65,7 @@ class Layout:
     dtype: str
     keep: bool
 
+    @functools.cached_property
     def places(self) -> dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]]:
         """First byte, shape and dtype of each array."""
         arrays: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
@@ -82,7 +84,7 @@ class Layout:
 
     def size(self, rows: int) -> int:
         """Bytes up to the end of so many rows of values."""
-        first, shape, dtype = self.places()["values" if self.keep else (self.names or ("positions",))[-1]]
+        first, shape, dtype = self.places["values" if self.keep else (self.names or ("positions",))[-1]]
         width = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
         return first + (rows if self.keep else shape[0]) * width
 
@@ -104,7 +106,7 @@ class RequestRows:
     def __init__(self, request: Request, pool: Pool, *, vocab_size: int, dtype: str) -> None:
         self.request, self.last = request, -1
         self.error: str | None = None
-        self._pool, self._vocab_size = pool, vocab_size
+        self._pool = pool
         self._wanted = _wanted(request)
         self._filled = np.zeros(len(self._wanted), dtype=bool)
         # Ids that the rows were computed to score; at the end they must be those that were given out.
@@ -143,8 +145,7 @@ class RequestRows:
         positions = self._wanted[wanted]
         if not positions.size:
             return
-        ids = np.append(self.request.token_ids, np.int32(-1))
-        self._put(wanted, logits, positions - first, ids[positions + 1])
+        self._put(wanted, logits, positions - first, targets(self.request.token_ids, positions))
 
     def wants(self, position: int) -> bool:
         """Whether this row of a generated token is kept."""
@@ -191,8 +192,8 @@ class RequestRows:
         else:
             segment = self._copied(chosen)
         self._given = int(chosen[-1]) + 1 if chosen.size else self._given
-        self._array(segment, "token_ids", len(token_ids))[...] = token_ids
-        self._array(segment, "positions", len(chosen))[...] = self._wanted[chosen]
+        self._array(segment, "token_ids", slice(len(token_ids)))[...] = token_ids
+        self._array(segment, "positions", slice(len(chosen)))[...] = self._wanted[chosen]
         segment.room(self._layout.size(len(chosen)), (0,), np.uint8)
         ticket = segment.lend(self._layout.size(len(chosen)))
         if ended:
@@ -208,25 +209,25 @@ class RequestRows:
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def _put(self, wanted: slice, logits: Any, places: NDArray[np.int64], targets: Any) -> None:
+    def _put(self, wanted: slice, logits: Any, places: NDArray[np.int64], scored: Any) -> None:
         positions = self._wanted[wanted]
         consecutive = places[-1] - places[0] + 1 == len(places)
         rows = logits[places[0] : places[-1] + 1] if consecutive else logits[places.tolist()]
         segment = self._held()
-        self._room = self._array(segment, "values", None, wanted) if self._layout.keep else None
-        pending = self._extractor.extract(_Chunk(rows, positions, targets))
-        self._waiting.append((pending, wanted, targets))
+        self._room = self._array(segment, "values", wanted) if self._layout.keep else None
+        pending = self._extractor.extract(_Chunk(rows, positions, scored))
+        self._waiting.append((pending, wanted, scored))
         self._filled[wanted] = True
         self._settle(_AHEAD)
 
     def _settle(self, ahead: int) -> None:
         """Wait for all blocks but the newest few, and put their summaries in their places."""
         while len(self._waiting) > ahead:
-            pending, wanted, targets = self._waiting.popleft()
+            pending, wanted, scored = self._waiting.popleft()
             block = pending.wait()
             for name, array in block.summary.items():
-                self._array(self._held(), name, None, wanted)[...] = array
-            self._scored[wanted] = targets if isinstance(targets, np.ndarray) else targets.cpu().numpy()
+                self._array(self._held(), name, wanted)[...] = array
+            self._scored[wanted] = scored if isinstance(scored, np.ndarray) else scored.cpu().numpy()
 
     def _held(self) -> Segment:
         if self._segment is None:
@@ -234,12 +235,10 @@ class RequestRows:
             weakref.finalize(self, _abandon, self._segment, self._segment.use)
         return self._segment
 
-    def _array(
-        self, segment: Segment, name: str, count: int | None, rows: slice = slice(None)
-    ) -> NDArray[Any]:
-        """An array of the segment, or the part of it that a slice of rows or a count names."""
-        first, shape, dtype = self._layout.places()[name]
-        begin, end, _ = (slice(count) if count is not None else rows).indices(shape[0])
+    def _array(self, segment: Segment, name: str, rows: slice) -> NDArray[Any]:
+        """Part of an array of the segment."""
+        first, shape, dtype = self._layout.places[name]
+        begin, end, _ = rows.indices(shape[0])
         width = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
         return segment.room(first + begin * width, (end - begin, *shape[1:]), dtype)
 
@@ -266,7 +265,7 @@ class RequestRows:
                 expected=f"{len(chosen)} rows",
                 got=len(chosen) - len(missing),
             )
-        truth = np.append(token_ids, np.int32(-1))[self._wanted[chosen] + 1]
+        truth = targets(token_ids, self._wanted[chosen])
         scored = self._scored[chosen]
         # A row that scores nothing yet was made before its token was known, or scores the end.
         wrong = (scored != truth) & (truth >= 0)
@@ -285,8 +284,8 @@ class RequestRows:
         names = [*self._layout.names, *(["values"] if self._layout.keep else [])]
         for name in names if chosen.size else ():
             run = slice(int(chosen[0]), int(chosen[-1]) + 1)
-            rows = self._array(self._held(), name, None, run)
-            self._array(copy, name, len(chosen))[...] = rows[chosen - chosen[0]]
+            rows = self._array(self._held(), name, run)
+            self._array(copy, name, slice(len(chosen)))[...] = rows[chosen - chosen[0]]
         return copy
 
 
@@ -299,7 +298,7 @@ def received(ticket: Mapping[str, Any], identity: Identity, vocabulary: Vocabula
     layout = Layout(**ticket["layout"])
     attached = attach(Ticket(*ticket["ticket"]))
     arrays = {}
-    for name, (first, shape, dtype) in layout.places().items():
+    for name, (first, shape, dtype) in layout.places.items():
         count = ticket["tokens"] if name == "token_ids" else ticket["rows"]
         arrays[name] = attached.array(first, (count, *shape[1:]), dtype)
     return Logits(
