@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 import logitscope as ls
 from logitscope.engines.transformers.engine import TransformersEngine
-from logitscope.errors import EncodingError, NonFiniteError, OptionError, OutOfMemoryError
+from logitscope.errors import EncodingError, InputError, NonFiniteError, OptionError, OutOfMemoryError
 from logitscope.logits import Logits
 from logitscope.rows import End, RowBlock
 from logitscope.testing import (
@@ -457,3 +457,10 @@ def test_every_end_of_sequence_id_of_the_model_ends_a_generation() -> None:
     for eos in (2, 77):
         made: Any = engine.generate(PROMPTS[1], max_new_tokens=3, logit_bias={eos: 100.0})
         assert (made.token_ids.tolist(), made.finish_reason, made.stop) == ([eos], "stop", eos)
+
+
+def test_half_of_a_surrogate_pair_is_refused_by_name() -> None:
+    engine = open_tiny()
+    with pytest.raises(InputError, match=r"character 1: text with half of a surrogate pair.*ud800"):
+        engine.logits("a\ud800b")
+    assert len(score(engine, "a b")) > 0

@@ -117,3 +117,9 @@ def test_unknown_summary_and_negative_length() -> None:
         Request(NO_IDS, max_new_tokens=-1)
     with pytest.raises(InputError, match="only for generated"):
         Request(NO_IDS, processed=True)
+
+
+@pytest.mark.parametrize("select", ["last", b"x", 3, slice(2)])
+def test_what_is_no_selection_is_refused_by_name(select: Any) -> None:
+    with pytest.raises(SelectError, match=r"select: no selection; expected a Select.*got"):
+        Request(np.arange(3, dtype=np.int32), select=select)

@@ -283,6 +283,13 @@ class Request:
                 expected=f"of {', '.join(SUMMARIES)}",
                 got=repr(unknown[0]),
             )
+        if self.select is not None and not isinstance(self.select, Select):
+            raise SelectError(
+                "no selection",
+                where="select",
+                expected="a Select, such as Select('last')",
+                got=repr(self.select),
+            )
         if self.max_new_tokens < 0:
             raise OptionError("negative", where="max_new_tokens", expected="≥ 0", got=self.max_new_tokens)
         if self.select is not None and self.select.vocab is None and not (self.summary or self.extras):

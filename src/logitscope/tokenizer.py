@@ -27,7 +27,20 @@ class Tokenizer:
         self.wrapped = tokenizer
 
     def encode(self, text: str) -> Ids:
-        """Ids of a text, with the special tokens that the tokenizer adds by itself; int32 ``[L]``."""
+        """Ids of a text, with the special tokens that the tokenizer adds by itself; int32 ``[L]``.
+
+        Raises:
+            InputError: half of a surrogate pair, which is no character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                "text with half of a surrogate pair",
+                where=f"character {error.start}",
+                expected="Unicode characters",
+                got=repr(text[error.start]),
+            ) from error
         return np.asarray(self.wrapped(text, verbose=False)["input_ids"], dtype=np.int32)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> Ids:
