@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from logitscope.engines.transformers.head import Head, compare_head, final_transforms
+from logitscope.encodings import HiddenRows
+from logitscope.errors import EncodingError
+from logitscope.head import Head, compare_head, final_transforms, host_array
+from logitscope.testing import assert_same_bits
 
 VOCAB, WIDTH = 1001, 48
 
@@ -111,3 +117,69 @@ def test_a_head_that_does_not_reproduce_the_model_is_not_used() -> None:
     assert not compare_head(rows, rows + 0.1).used
     assert not compare_head(rows, torch.full_like(rows, torch.nan)).used
     assert not compare_head(rows, torch.randn(8, VOCAB + 1)).used
+
+
+# -- a head by itself ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", HEADS, ids=str)
+@pytest.mark.parametrize("transforms", [(), (("multiply", 0.25), ("softcap", 3.0))], ids=str)
+def test_a_head_that_travelled_gives_the_same_bits(key: tuple[bool, str, bool], transforms: Any) -> None:
+    given = HEADS[key]
+    head = Head(given.module, transforms=transforms, vocab_size=VOCAB, dtype=given.dtype)
+    again = Head.from_arrays(head.arrays(), json.loads(json.dumps(head.facts())))
+    hidden = hidden_rows(37, head.dtype)
+    array = host_array(hidden)
+    assert again.hash == head.hash
+    assert_same_bits(again.rows(array), host_array(project(head, hidden)))
+    assert_same_bits(again.rows(array[5:6]), again.rows(array)[5:6])
+    assert again.rows(array[:0]).shape == (0, VOCAB)
+
+
+def test_rows_may_be_wider_than_the_product() -> None:
+    head = make_head(dtype=torch.bfloat16)
+    wide = Head(
+        head.module,
+        transforms=(("softcap", 3.0),),
+        vocab_size=VOCAB,
+        dtype=head.dtype,
+        rows_dtype=torch.float32,
+    )
+    hidden = hidden_rows(5, torch.bfloat16)
+    expected = 3 * torch.tanh(project(head, hidden).float() / 3)
+    found = wide.rows(host_array(hidden))
+    assert found.dtype == np.float32
+    assert np.abs(found - expected.numpy()).max() < 1e-6
+
+
+def test_other_weights_have_another_hash_and_state() -> None:
+    head = make_head()
+    other = Head(head.module, transforms=(("multiply", 2.0),), vocab_size=VOCAB, dtype=head.dtype)
+    assert other.hash != head.hash
+    before = head.state, head.hash
+    with torch.no_grad():
+        head.module.weight[0, 0] += 1
+    changed = Head(head.module, transforms=(), vocab_size=VOCAB, dtype=head.dtype)
+    assert changed.state != before[0]
+    assert changed.hash != before[1]
+
+
+def test_rows_captured_before_the_head_was_trained_on_are_an_error() -> None:
+    head = make_head()
+    kept = HiddenRows(host_array(hidden_rows(3)), head)
+    part = kept[1:]
+    with torch.no_grad():
+        head.module.weight.add_(1.0)
+    for rows in (kept, part, part[:1]):
+        with pytest.raises(EncodingError, match="changed after"):
+            rows.decode()
+        with pytest.raises(EncodingError, match="changed after"):
+            rows.own_head()
+
+
+def test_the_bound_of_rounding_holds() -> None:
+    head = make_head()
+    hidden = hidden_rows(64) * torch.logspace(-3, 3, 64)[:, None]
+    for row in hidden.split(1):
+        difference = (project(head, row.half().float()) - project(head, row)).abs().max()
+        assert 0 < float(difference) <= head.rounding_bound(row, torch.float16)

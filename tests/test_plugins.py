@@ -51,8 +51,7 @@ class Run:
         self.state = RequestRows(
             asked.request(self.ids[:length], new if most is None else most),
             self.pool,
-            vocab_size=VOCAB,
-            dtype="float32",
+            identity=identity(),
         )
 
     @property

@@ -72,6 +72,20 @@ def test_every_row_is_that_of_transformers(case: Any, close: Callable[..., None]
             close(f"{name}, generation", found, oracle(found.token_ids)[found.positions])
 
 
+def test_hidden_rows_are_rebuilt_by_the_gathered_head(case: Any, close: Callable[..., None]) -> None:
+    name, engine, oracle = case
+    random = np.random.default_rng(2)
+    ids = [random.integers(4, 1001, n).tolist() for n in (1, 6, 17, 60)]
+    asked = {"encode": "hidden"}
+    for found, given in zip(engine.logits(input_ids=ids, **asked), ids, strict=True):
+        assert found.values.hidden.shape[0] == len(given)
+        assert found.verification.rows == len(given)
+        close(f"{name}, hidden rows", found, oracle(given))
+    for answer in engine.generate(input_ids=ids, sampling_params=GREEDY, return_logits=asked):
+        found = answer["meta_info"]["logits"]
+        close(f"{name}, hidden rows", found, oracle(found.token_ids)[found.positions])
+
+
 def test_a_preempted_request_has_every_row(case: Any, close: Callable[..., None]) -> None:
     name, engine, oracle = case
     random = np.random.default_rng(1)

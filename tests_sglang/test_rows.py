@@ -320,3 +320,51 @@ def test_a_user_can_await_a_stream(engine: Any, oracle: Any, close: Any) -> None
     parts = engine.loop.run_until_complete(ask())
     assert np.concatenate([part.positions for part in parts]).tolist() == list(range(5 + 12 - 1))
     close("async stream", np.concatenate([np.asarray(p) for p in parts]), oracle(parts[-1].token_ids)[:-1])
+
+
+@pytest.mark.parametrize("encode", ["hidden", "hidden-float16"])
+def test_hidden_rows_are_rebuilt(engine: Any, oracle: Any, close: Any, encode: str) -> None:
+    batch = engine.logits(input_ids=prompts(5, 150, 64), encode=encode)
+    for found in batch:
+        assert found.values.nbytes * (85 if encode == "hidden" else 170) <= len(found) * 49152 * 4
+        assert found.verification.rows == len(found)
+        assert found.verification.max_abs_difference <= found.verification.bound
+        tolerance = 2e-4 if encode == "hidden" else found.verification.bound
+        truth = oracle(found.token_ids)
+        worst = float(np.abs(np.asarray(found) - truth).max())
+        assert worst <= tolerance, worst
+        if encode == "hidden":
+            close("hidden rows, scoring", found, truth)
+
+
+def test_hidden_rows_of_generations_beside_plain_ones(engine: Any, oracle: Any, close: Any) -> None:
+    asked: list[Any] = [
+        {"encode": "hidden"},
+        True,
+        False,
+        {"encode": "hidden", "select": "generated", "summary": ["entropy"]},
+        {"encode": "hidden", "select": slice(-2, None)},
+        {"encode": "float16", "select": "last"},
+    ]
+    params = [{**GREEDY, "temperature": 0.8 * (i % 2)} for i in range(len(asked))]
+    answers = engine.generate(
+        input_ids=prompts(9, 70, 8, 33, 7, 5), sampling_params=params, return_logits=asked
+    )
+    for answer, wanted in zip(answers, asked, strict=True):
+        found = answer["meta_info"].get("logits")
+        if not wanted:
+            assert found is None
+            continue
+        hidden = isinstance(wanted, dict) and wanted["encode"] == "hidden"
+        assert (found.verification is not None) == hidden
+        if hidden or wanted is True:
+            truth = oracle(found.token_ids)[found.positions]
+            close("hidden rows, mixed generation", found, truth)
+
+
+def test_a_stream_of_hidden_rows(engine: Any, oracle: Any, close: Any) -> None:
+    asked = {"encode": "hidden"}
+    parts = [logits_of(c) for c in engine.generate(FRANCE, GREEDY, stream=True, return_logits=asked)]
+    assert np.concatenate([part.positions for part in parts]).tolist() == list(range(5 + 12 - 1))
+    rows = np.concatenate([np.asarray(part) for part in parts])
+    close("hidden rows, streaming", rows, oracle(parts[-1].token_ids)[:-1])

@@ -140,6 +140,10 @@ class EncodingError(RowsError):
     """Values that do not fit the encoding that was asked for."""
 
 
+class HiddenRowsWarning(UserWarning):
+    """Hidden rows were asked for, and plain ones are given: the engine cannot rebuild rows of this model."""
+
+
 class IncompleteError(RowsError):
     """Rows are missing, repeated, or out of order."""
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from logitscope.encodings import encoding
 from logitscope.errors import EncodingError, LogitscopeError, NonFiniteError
 from logitscope.numerics import device as numerics
-from logitscope.rows import Buffer, Chunk, Ids, Request, RowBlock, Stage
+from logitscope.rows import Buffer, Chunk, Identity, Ids, Request, RowBlock, Stage
 
 _AHEAD = 2
 _T = TypeVar("_T")
@@ -66,8 +66,7 @@ class Extractor:
     Args:
         request: what was asked.
         index: the request's place in the stream.
-        model_dtype: name of the dtype of raw rows.
-        vocab_size: columns of a row.
+        identity: of the engine: dtype and width of its rows and hidden rows.
         stage: of the rows.
         buffer: where values go; fresh arrays without it.
     """
@@ -77,16 +76,15 @@ class Extractor:
         request: Request,
         index: int,
         *,
-        model_dtype: str,
-        vocab_size: int,
+        identity: Identity,
         stage: Stage = "raw",
         buffer: Buffer | None = None,
     ) -> None:
         self.request, self.index, self.stage, self.buffer = request, index, stage, buffer
-        self.vocab_size = vocab_size
-        self.encoding = encoding(request.value_format(stage, model_dtype))
-        self.direct = self.encoding.name == (model_dtype if stage == "raw" else "float32")
+        self.encoding = encoding(request.value_format(stage, identity.dtype))
+        self.direct = self.encoding.name == (identity.dtype if stage == "raw" else "float32")
         self.keep_values = request.select is not None and request.select.vocab is not None
+        self.format = self.encoding.row_format(identity) if self.keep_values else None
         self.rows = 0
 
     def writes_directly(self, device: str) -> bool:
@@ -112,8 +110,9 @@ class Extractor:
     def _fill(self, chunk: Chunk, pending: PendingBlock) -> None:
         if not (self.keep_values or self.request.summary):
             return
-        logits = self._keep(chunk, pending) if self.keep_values else chunk.logits()
+        kept = self._keep(chunk, pending) if self.keep_values else None
         if self.request.summary:
+            logits = chunk.logits() if kept is None or self.encoding.of_hidden else kept
             targets = _int64(chunk.targets).to(chunk.device, non_blocking=True)
             for name, values in numerics.summaries(logits, targets, self.request.summary).items():
                 pending.block.summary[name] = to_host(values, pending)
@@ -122,7 +121,7 @@ class Extractor:
             self._check(pending, bad, non_finite)
 
     def _keep(self, chunk: Chunk, pending: PendingBlock) -> torch.Tensor:
-        """Encode into the block's values; returns the logits themselves."""
+        """Encode into the block's values; returns the logits or hidden rows themselves."""
         block = pending.block
         if self.request.keep_on_device:
             logits: torch.Tensor = chunk.logits()
@@ -133,20 +132,21 @@ class Extractor:
         if self.writes_directly(chunk.device.type):
             direct: torch.Tensor = chunk.logits(out=tensor_over(block.values))
             return direct
-        logits = chunk.logits()
-        if chunk.device.type == "cpu":
-            self._encoded(logits, tensor_over(block.values), pending)
+        rows: torch.Tensor = chunk.hidden() if self.encoding.of_hidden else chunk.logits()
+        if rows.device.type == "cpu":
+            self._encoded(rows, tensor_over(block.values), pending)
         else:
-            encoded = logits if self.direct else self._encoded(logits, self._empty_like(logits), pending)
+            encoded = rows if self.direct else self._encoded(rows, self._empty_like(rows), pending)
             to_host(encoded, pending, block.values)
-        return logits
+        return rows
 
-    def _empty_like(self, logits: torch.Tensor) -> torch.Tensor:
-        dtype = getattr(torch, self.encoding.name)
-        return torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    def _empty_like(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self.format is not None
+        dtype = getattr(torch, self.format.dtype.name)
+        return torch.empty(rows.shape, dtype=dtype, device=rows.device)
 
-    def _encoded(self, logits: torch.Tensor, out: torch.Tensor, pending: PendingBlock) -> torch.Tensor:
-        overflow = self.encoding.encode(logits, out)
+    def _encoded(self, rows: torch.Tensor, out: torch.Tensor, pending: PendingBlock) -> torch.Tensor:
+        overflow = self.encoding.encode(rows, out)
         if overflow is not None:
             self._check(pending, overflow, self._overflow)
         return out
@@ -154,7 +154,8 @@ class Extractor:
     def _array(self, block: RowBlock) -> NDArray[Any]:
         if self.buffer is not None:
             return self.buffer(self.index, self.stage, self.rows, len(block))
-        return np.empty((len(block), self.vocab_size), self.encoding.dtype)
+        assert self.format is not None
+        return np.empty((len(block), self.format.width), self.format.dtype)
 
     def _check(
         self, pending: PendingBlock, flag: torch.Tensor, error: Callable[[str], LogitscopeError]
@@ -174,7 +175,7 @@ class Extractor:
             f"values do not fit {self.encoding.name}",
             where=where,
             expected="at most 65504 in absolute value",
-            fix="Use encode='bfloat16' or 'float32'.",
+            fix="Use encode='hidden'." if self.encoding.of_hidden else "Use encode='bfloat16' or 'float32'.",
         )
 
 

@@ -39,6 +39,9 @@ SUMMARY_DTYPES: dict[str, type[np.float32] | type[np.int32]] = {
     name: np.int32 if name in ("argmax", "target_rank") else np.float32 for name in SUMMARIES
 }
 
+HIDDEN_FORMS: tuple[str, ...] = ("hidden", "hidden-float16")
+"""Encodings that keep the head's input; rows are rebuilt from it when they are read."""
+
 POSITION_NAMES: tuple[str, ...] = ("all", "prompt", "generated", "last")
 NO_TARGET = -1
 NO_IDS: Ids = np.empty(0, np.int32)
@@ -304,6 +307,13 @@ class Request:
                 where="processed",
                 fix="Ask for max_new_tokens of 1 or more.",
             )
+        if self.keep_on_device and self.encode in HIDDEN_FORMS:
+            raise OptionError(
+                "hidden rows are kept on the host",
+                where="encode",
+                got=repr(self.encode),
+                fix="Leave out device='keep'.",
+            )
         if self.processed and self.select is not None and self.select.from_the_end:
             raise SelectError(
                 "processed rows are given as they come, and these positions count from the end",
@@ -322,8 +332,13 @@ class Request:
         return len(self.token_ids)
 
     def value_format(self, stage: Stage, model_dtype: str) -> str:
-        """Name of the kept values' encoding. Processed rows are float32 unless asked: the draw is made so."""
-        return self.encode or (model_dtype if stage == "raw" else "float32")
+        """Name of the kept values' encoding.
+
+        Processed rows are float32 unless asked: the draw is made so, and no head gives them.
+        """
+        if stage == "raw":
+            return self.encode or model_dtype
+        return "float32" if self.encode is None or self.encode in HIDDEN_FORMS else self.encode
 
     @property
     def max_rows(self) -> int:
@@ -346,7 +361,8 @@ class Identity:
     """What made a result. Results combine only when vocabulary and tokenizer agree.
 
     ``weights_hash`` covers names, shapes, dtypes and a strided sample of every weight;
-    ``tokenizer_hash`` covers the map from id to token bytes and the special tokens.
+    ``tokenizer_hash`` covers the map from id to token bytes and the special tokens. ``hidden_size`` and
+    ``hidden_dtype`` are those of the head's input; None where the engine does not show it.
     """
 
     model: str
@@ -360,13 +376,33 @@ class Identity:
     device: str
     quantization: str | None = None
     kernel: str | None = None
+    hidden_size: int | None = None
+    hidden_dtype: str | None = None
     version: str = ""
     format_version: int = 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """How rows that are rebuilt from hidden ones compared with the engine's own.
+
+    Attributes:
+        rows: that were compared.
+        columns: that were compared of each.
+        max_abs_difference: the worst one found.
+        bound: that was allowed; beyond it there is no result.
+    """
+
+    rows: int
+    columns: int
+    max_abs_difference: float
+    bound: float
+
+
 Buffer: TypeAlias = Callable[[int, Stage, int, int], "NDArray[Any]"]
 """``buffer(index, stage, first, rows)``: where rows ``first … first + rows - 1`` of a request's kept
-rows go: a C-contiguous array ``[rows, vocab_size]`` of the encoding's dtype that the consumer owns."""
+rows go: a C-contiguous array ``[rows, width]`` of the encoding's dtype and width (`vocab_size`, or the hidden
+size) that the consumer owns."""
 
 
 @dataclasses.dataclass
@@ -376,8 +412,9 @@ class RowBlock:
     Attributes:
         index: the request's place in the list that was streamed.
         positions: int64 ``[rows]``.
-        values: ``[rows, vocab_size]`` in the encoding's dtype (bfloat16 is the ml_dtypes one), or
-            None when no columns are kept, or a tensor on the engine's device when that was asked.
+        values: ``[rows, vocab_size]`` in the encoding's dtype (bfloat16 is the ml_dtypes one); hidden
+            rows ``[rows, hidden_size]`` in a hidden form; None when no columns are kept; a tensor on the
+            engine's device when that was asked.
         summary: per-row arrays ``[rows]`` over the full vocabulary, as kept.
         hidden_states: layer → ``[rows, hidden_size]``.
         attentions: layer → ``[rows, heads, keys]``; keys beyond the row's position are 0.
@@ -411,6 +448,7 @@ class End:
         stop: the stop string or stop id that ended it, if one did.
         text: the generated text, trimmed; None when the engine has no tokenizer.
         seed: of the draw; None when greedy.
+        verification: how rebuilt rows compared; None when the rows are not hidden ones.
     """
 
     index: int
@@ -421,6 +459,7 @@ class End:
     stop: str | int | None = None
     text: str | None = None
     seed: int | None = None
+    verification: Verification | None = None
 
 
 Stream: TypeAlias = Iterator["RowBlock | End"]
@@ -445,10 +484,13 @@ class Chunk(Protocol):
         tensor belongs to the engine: read it before the next chunk asks for its logits.
         """
 
+    def hidden(self) -> Any:
+        """Input of the head, a tensor ``[rows, hidden_size]``; it belongs to the engine, as logits do."""
+
     def non_finite(self) -> Any:
         """Boolean tensor ``[]`` on the device: whether a row is NaN or infinite; None when it cannot be.
 
-        Call it after `logits`.
+        Call it after `logits` or `hidden`, whichever is read.
         """
 
 

@@ -24,6 +24,16 @@ class Dtype(enum.StrEnum):
     float16 = "float16"
 
 
+class EncodingName(enum.StrEnum):
+    """Formats of kept rows."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    hidden = "hidden"
+    hidden_float16 = "hidden-float16"
+
+
 def parse_select(text: str) -> Select:
     """``all``, ``prompt``, ``generated``, ``last``, ``a:b``, ``1,2,3``, or ``none`` for summaries alone."""
     if text == "none":
@@ -100,7 +110,9 @@ SelectRows = Annotated[
         help="Rows to keep: all, prompt, generated, last, a:b, or 1,2,3; none keeps summaries alone.",
     ),
 ]
-Encode = Annotated[Dtype | None, typer.Option(help="Format of the values; the model's own by default.")]
+Encode = Annotated[
+    EncodingName | None, typer.Option(help="Format of the kept rows; the model's own dtype by default.")
+]
 Summary = Annotated[
     bool, typer.Option("--summary", help="Also keep all per-row summaries (in the file and the JSON).")
 ]

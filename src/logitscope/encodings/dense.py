@@ -8,11 +8,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-_NUMPY: dict[str, np.dtype[Any]] = {
+from logitscope.encodings.base import RowFormat
+from logitscope.rows import Identity
+
+DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+"""NumPy's floating-point dtypes of values by name; bfloat16 is the ml_dtypes one."""
+
 _UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -25,29 +30,34 @@ class Dense:
     """
 
     name: str
+    of_hidden = False
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """NumPy dtype of the values; bfloat16 is the ml_dtypes one."""
-        return _NUMPY[self.name]
-
-    def bytes_per_row(self, vocab_size: int) -> int:
-        """Exact size of an encoded row."""
-        return vocab_size * self.dtype.itemsize
+    def row_format(self, identity: Identity) -> RowFormat:
+        """``vocab_size`` values of the dtype."""
+        return RowFormat(DTYPES[self.name], identity.vocab_size)
 
     def relative_error(self, model_dtype: str) -> float:
         """Bound of ``|decoded - value| / |value|`` for normal values; 0 when nothing is rounded."""
         return 0.0 if self.name in (model_dtype, "float32") else _UNIT_ROUNDOFF[self.name]
 
-    def encode(self, logits: Any, out: Any) -> Any | None:
+    def encode(self, rows: Any, out: Any) -> Any | None:
         """Write logits, a tensor ``[rows, vocab_size]``, into the tensor ``out`` of this dtype.
 
         Returns:
             None, or a boolean tensor on the logits' device: whether a finite value became infinite.
         """
-        import torch
+        return rounded_into(rows, out)
 
-        out.copy_(logits)
-        if self.name != "float16" or logits.dtype == torch.float16:
-            return None
-        return (out.isinf() & logits.isfinite()).any()
+
+def rounded_into(rows: Any, out: Any) -> Any | None:
+    """Write a tensor into another one of a floating-point dtype, rounding to nearest even.
+
+    Returns:
+        None, or a boolean tensor: whether a finite value became infinite, where that can be.
+    """
+    import torch
+
+    out.copy_(rows)
+    if out.dtype != torch.float16 or rows.dtype == torch.float16:
+        return None
+    return (out.isinf() & rows.isfinite()).any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
@@ -18,6 +19,7 @@ from logitscope.errors import (
     ContextLengthError,
     EmptyInputError,
     EngineClosedError,
+    HiddenRowsWarning,
     MemoryLimitError,
     OptionError,
     TokenIdError,
@@ -26,6 +28,7 @@ from logitscope.errors import (
 from logitscope.logits import Logits, LogitsBatch
 from logitscope.logits.collect import Collected, Collector
 from logitscope.rows import (
+    HIDDEN_FORMS,
     NO_IDS,
     SUMMARIES,
     SUMMARY_DTYPES,
@@ -54,6 +57,7 @@ class Capabilities:
     hidden_states: bool = False
     attentions: bool = False
     keep_on_device: bool = False
+    hidden: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Engine(abc.ABC):
         identity: what made the rows.
         tokenizer: None when the model came without one (then only ids go in).
         capabilities: what it can give besides raw rows.
+        head: rebuilds rows from hidden ones; None where the engine does not give them.
         context_length: tokens that the model can read; None when it states no bound.
         memory_limit_bytes: of a collected request; None is half of the memory that is free.
     """
@@ -95,6 +100,7 @@ class Engine(abc.ABC):
     capabilities: Capabilities
     context_length: int | None
     memory_limit_bytes: int | None = None
+    head: Any = None
     _closed: bool = False
 
     @classmethod
@@ -134,7 +140,9 @@ class Engine(abc.ABC):
         Args:
             inputs: text, token ids or chat messages; one, or a list.
             select: which rows and columns to keep; all by default.
-            encode: ``float32``, ``bfloat16``, ``float16``; None is the model's own dtype.
+            encode: ``float32``, ``bfloat16``, ``float16``; None is the model's own dtype. ``hidden`` keeps
+                the head's input, and rows are rebuilt when they are read (``hidden-float16``: rounded);
+                an engine that cannot do that for a model warns and gives plain rows.
             summary: True for all per-row summaries, or their names.
             hidden_states: layers whose hidden states ride along (0: embeddings, i: after layer i).
             attentions: layers whose attention weights ride along, ``[rows, heads, L]`` each.
@@ -321,6 +329,7 @@ class Engine(abc.ABC):
         self._check_open()
         if not requests:
             raise EmptyInputError("an empty batch", where="requests", expected="one request or more")
+        requests = self._without_hidden(requests)
         for i, request in enumerate(requests):
             where = f"request {i}"
             check_ids(np.asarray(request.token_ids), self.vocab_size, where)
@@ -340,6 +349,20 @@ class Engine(abc.ABC):
             if request.select is not None and not request.max_new_tokens:
                 request.select.rows(prompt_length=request.prompt_length, new_tokens=0)
         return requests
+
+    def _without_hidden(self, requests: list[Request]) -> list[Request]:
+        """Requests for hidden rows as requests for plain ones where there are none, with a warning."""
+        if self.capabilities.hidden or all(request.encode not in HIDDEN_FORMS for request in requests):
+            return requests
+        warnings.warn(
+            f"{self.identity.model}: the {self.name} engine has no hidden rows of it; rows are kept whole",
+            HiddenRowsWarning,
+            stacklevel=4,
+        )
+        return [
+            dataclasses.replace(request, encode=None) if request.encode in HIDDEN_FORMS else request
+            for request in requests
+        ]
 
     def _check_length(self, request: Request, where: str) -> None:
         rows = row_count(request.prompt_length, request.max_new_tokens)
@@ -381,7 +404,7 @@ class Engine(abc.ABC):
         size = sum(np.dtype(SUMMARY_DTYPES[name]).itemsize for name in request.summary)
         if request.select is not None and request.select.vocab is not None:
             values = encoding(request.value_format(stage, self.identity.dtype))
-            size += values.bytes_per_row(self.vocab_size)
+            size += values.row_format(self.identity).nbytes
         return size
 
     def _extras_bytes(self, request: Request) -> int:
@@ -405,6 +428,7 @@ class Engine(abc.ABC):
     def _what_fits(self, requests: Sequence[Request], working_bytes: int, limit: int) -> str:
         every = tuple(SUMMARIES)
         ways = {
+            **({"encode='hidden'": dict(encode="hidden")} if self.capabilities.hidden else {}),
             "encode='float16'": dict(encode="float16"),
             "select=Select(positions='generated')": dict(select=Select("generated")),
             "select=Select(positions='last')": dict(select=Select("last"), processed=False),
@@ -431,6 +455,7 @@ class Engine(abc.ABC):
             checked,
             identity=self.identity,
             vocabulary=self.tokenizer,
+            head=self.head,
         )
         done, total = 0, sum(r.max_rows for r in checked)
         for item in self._run(checked, collector.buffer):

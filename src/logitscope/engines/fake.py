@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import logitscope
-from logitscope.encodings import encoding
+from logitscope.encodings import DTYPES
 from logitscope.engines.base import Capabilities, Engine
 from logitscope.errors import OptionError
 from logitscope.numerics import host
@@ -166,7 +166,7 @@ class FakeEngine(Engine):
 
     def rows(self, states: NDArray[np.uint64]) -> NDArray[Any]:
         """Rows of prefixes in the engine's dtype."""
-        return _rows(states, self.vocab_size).astype(encoding(self.identity.dtype).dtype)
+        return _rows(states, self.vocab_size).astype(DTYPES[self.identity.dtype])
 
     def _working_bytes(self, requests: Sequence[Request]) -> int:
         widest = max(r.max_rows for r in requests)
@@ -240,8 +240,7 @@ class _Sequence:
             scored = targets(np.array(self.ids, np.int32), positions)
             block.summary = host.summaries(rows, scored, request.summary)
         if request.select is not None and request.select.vocab is not None:
-            own = "float32" if stage == "processed" else engine.identity.dtype
-            kind = encoding(request.encode or own).dtype
+            kind = DTYPES[request.value_format(stage, engine.identity.dtype)]
             if self.buffer is None:
                 block.values = rows.astype(kind)
             else:

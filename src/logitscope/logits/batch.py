@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any, overload
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from logitscope import tensors
+from logitscope.encodings import EncodedRows
 from logitscope.errors import EmptyInputError, IdentityMismatchError, InputError
 from logitscope.logits.sequence import Logits, RowArrays, check_same_vocabulary, write_page
 from logitscope.rows import NO_TARGET, SUMMARIES
@@ -135,17 +136,15 @@ class LogitsBatch(RowArrays, Sequence[Logits]):
         Raises:
             UnavailableError: only summaries were kept.
         """
+        if any(isinstance(member.values, EncodedRows) for member in self._members):
+            return self._dense_array((member._exported() for member in self._members), pad)
         values = [member._exported() for member in self._members]
         if tensors.is_torch(values[0]):
             return self._dense_tensor(values, pad)
         block = _one_block(values)
         if block is not None:
             return block
-        dense = tensors.empty(self.shape, self.dtype)
-        for row, array in zip(dense, values, strict=True):
-            row[: len(array)] = array
-            row[len(array) :] = pad
-        return dense
+        return self._dense_array(values, pad)
 
     def to_numpy(self, pad: float = 0.0) -> NDArray[Any]:
         """`dense` as a NumPy array ``[batch, max_len, vocab_size]``."""
@@ -240,6 +239,13 @@ class LogitsBatch(RowArrays, Sequence[Logits]):
         for row, array in zip(padded, arrays, strict=True):
             row[: len(array)] = array
         return padded
+
+    def _dense_array(self, values: Iterable[NDArray[Any]], pad: float) -> NDArray[Any]:
+        dense = tensors.empty(self.shape, self.dtype)
+        for row, array in zip(dense, values, strict=True):
+            row[: len(array)] = array
+            row[len(array) :] = pad
+        return dense
 
     def _dense_tensor(self, values: Sequence[Any], pad: float) -> Any:
         dense = values[0].new_full(self.shape, pad)

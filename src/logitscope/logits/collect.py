@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from logitscope import tensors
-from logitscope.encodings import encoding
+from logitscope.encodings import HiddenRows, RowFormat, RowHead, encoding
 from logitscope.errors import EncodingError, IncompleteError
 from logitscope.logits.sequence import Logits
 from logitscope.rows import (
@@ -51,6 +51,7 @@ class Collector:
         requests: as they were streamed.
         identity: what makes the rows.
         vocabulary: gives the results their token texts.
+        head: rebuilds rows that are kept hidden.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class Collector:
         *,
         identity: Identity,
         vocabulary: Vocabulary | None = None,
+        head: RowHead | None = None,
     ) -> None:
         self._requests, self._identity, self._vocabulary = list(requests), identity, vocabulary
+        self._head = head
         self._even = _even(self._requests, identity)
         self._block: NDArray[Any] | None = None
         self._open: dict[tuple[int, Stage], _Rows] = {}
@@ -153,8 +156,9 @@ class Collector:
         if not self._even:
             return None
         if self._block is None:
-            shape = (len(self._requests), self._requests[0].max_rows, self._identity.vocab_size)
-            self._block = tensors.empty(shape, _dtype(self._requests[0], "raw", self._identity))
+            row = _format(self._requests[0], "raw", self._identity)
+            shape = (len(self._requests), self._requests[0].max_rows, row.width)
+            self._block = tensors.empty(shape, row.dtype)
         part: NDArray[Any] = self._block[index]
         return part
 
@@ -179,7 +183,7 @@ class Collector:
     def _logits(self, rows: _Rows, end: End) -> Logits:
         request = rows.request
         return Logits(
-            values=rows.values(),
+            values=self._decodable(rows),
             positions=rows.positions[: rows.count],
             token_ids=np.concatenate([request.token_ids, end.generated_ids]).astype(np.int32, copy=False),
             prompt_length=request.prompt_length,
@@ -190,7 +194,19 @@ class Collector:
             hidden_states=rows.parts("hidden_states"),
             attentions={k: a[:, :, : rows.keys] for k, a in rows.parts("attentions").items()},
             vocabulary=self._vocabulary,
+            verification=end.verification,
         )
+
+    def _decodable(self, rows: _Rows) -> Any:
+        """The values; hidden rows with the head that rebuilds them."""
+        values, request = rows.values(), rows.request
+        if values is None or not encoding(request.value_format(rows.stage, self._identity.dtype)).of_hidden:
+            return values
+        if self._head is None:
+            raise EncodingError(
+                "hidden rows without a head", where="encode", got=request.encode, fix="Give the head."
+            )
+        return HiddenRows(values, self._head)
 
 
 class _Rows:
@@ -209,8 +225,9 @@ class _Rows:
         self.count = 0
         self.keys = 0
         self.positions = np.empty(self.capacity, np.int64)
-        self._dtype, self._identity, self._room = _dtype(request, stage, identity), identity, room
+        self._identity, self._room = identity, room
         self._keeps = request.select is not None and request.select.vocab is not None
+        self._format = _format(request, stage, identity)
         self._tensors: list[Any] = []
         raw = stage == "raw"
         # Without a block nothing is known of an extra's size; with one, its array replaces these.
@@ -223,7 +240,7 @@ class _Rows:
     def room(self) -> NDArray[Any]:
         """Where all the values go; untouched pages of it cost nothing."""
         if self._room is None:
-            self._room = tensors.empty((self.capacity, self._identity.vocab_size), self._dtype)
+            self._room = tensors.empty((self.capacity, self._format.width), self._format.dtype)
         return self._room
 
     def add(self, block: RowBlock) -> None:
@@ -249,7 +266,7 @@ class _Rows:
             return self.room()[: self.count]
         torch = tensors.require("torch")
         if not self._tensors:
-            shape, dtype = (0, self._identity.vocab_size), getattr(torch, self._dtype.name)
+            shape, dtype = (0, self._format.width), getattr(torch, self._format.dtype.name)
             return torch.empty(shape, dtype=dtype, device=self._identity.device)
         return self._tensors[0] if len(self._tensors) == 1 else torch.cat(self._tensors)
 
@@ -315,13 +332,13 @@ class _Rows:
                 )
 
     def _put_values(self, values: Any, rows: slice, where: str) -> None:
-        shape = (rows.stop - rows.start, self._identity.vocab_size)
+        shape = (rows.stop - rows.start, self._format.width)
         dtype = str(values.dtype).removeprefix("torch.")
-        if tuple(values.shape) != shape or dtype != self._dtype.name:
+        if tuple(values.shape) != shape or dtype != self._format.dtype.name:
             raise EncodingError(
                 "values of another shape or dtype",
                 where=where,
-                expected=f"{list(shape)} {self._dtype.name}",
+                expected=f"{list(shape)} {self._format.dtype.name}",
                 got=f"{list(values.shape)} {dtype}",
             )
         if self.request.keep_on_device:
@@ -366,13 +383,13 @@ def _even(requests: Sequence[Request], identity: Identity) -> bool:
         r.select is not None and r.select.vocab is not None and not (r.keep_on_device or r.max_new_tokens)
         for r in requests
     )
-    kinds = {(r.max_rows, _dtype(r, "raw", identity)) for r in requests}
+    kinds = {(r.max_rows, _format(r, "raw", identity)) for r in requests if dense}
     return dense and len(requests) > 1 and len(kinds) == 1
 
 
-def _dtype(request: Request, stage: Stage, identity: Identity) -> np.dtype[Any]:
-    """NumPy dtype of a request's kept values; bfloat16 is the ml_dtypes one."""
-    return encoding(request.value_format(stage, identity.dtype)).dtype
+def _format(request: Request, stage: Stage, identity: Identity) -> RowFormat:
+    """How a request's kept rows lie in memory."""
+    return encoding(request.value_format(stage, identity.dtype)).row_format(identity)
 
 
 def _wanted(request: Request, new_tokens: int) -> NDArray[np.int64]:

@@ -1,11 +1,12 @@
 """One `Logits` or `LogitsBatch` as a file: ``.npz`` or ``.safetensors``, bit for bit.
 
 Both hold the same arrays, little-endian: ``logits``, ``positions``, ``token_ids``, ``summary.NAME``,
-``hidden_states.LAYER`` and ``attentions.LAYER``; in a batch each begins with the member's number, as in
-``0.logits``. The metadata is JSON: format, version, identity, stage, encoding, prompt lengths, and dtype,
-shape and XXH3 checksum of each array. An ``.npz`` holds it as ``metadata.json``, and bfloat16 as
-``uint16`` codes; a ``.safetensors`` holds it, with a checksum of its own, in ``__metadata__``. Other
-readers of these formats can read both. Nothing is pickled.
+``hidden_states.LAYER`` and ``attentions.LAYER``; hidden rows come as ``hidden`` in place of ``logits``, with
+the head as ``head.weight`` and ``head.bias``, once. In a batch each but the head's begins with the
+member's number, as in ``0.logits``. The metadata is JSON: format, version, identity, stage, encoding,
+prompt lengths, verifications, and dtype, shape and XXH3 checksum of each array. An ``.npz`` holds it as
+``metadata.json``, and bfloat16 as ``uint16`` codes; a ``.safetensors`` holds it, with a checksum of its
+own, in ``__metadata__``. Other readers of these formats can read both. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -22,17 +23,27 @@ from collections.abc import Callable, Iterator
 from io import BufferedReader
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from logitscope import tensors
-from logitscope.errors import FileFormatError, OptionError, UnsupportedError
+from logitscope.encodings import HiddenRows, RowHead
+from logitscope.errors import (
+    FileFormatError,
+    IdentityMismatchError,
+    MissingDependencyError,
+    OptionError,
+    UnsupportedError,
+)
 from logitscope.logits.batch import LogitsBatch
 from logitscope.logits.sequence import Logits
-from logitscope.rows import Identity, Vocabulary
+from logitscope.rows import Identity, Verification, Vocabulary
+
+if TYPE_CHECKING:
+    from logitscope.head import Head
 
 FORMAT = "logitscope.logits"
 FORMAT_VERSION = 1
@@ -89,8 +100,13 @@ def save(result: Logits | LogitsBatch, path: str | PathLike[str]) -> None:
     arrays: dict[str, NDArray[Any]] = {}
     for i, member in enumerate(members):
         arrays.update(_arrays(member, f"{i}." if isinstance(result, LogitsBatch) else ""))
+    head = _head(members)
+    if head is not None:
+        arrays |= {f"head.{name}": array for name, array in head.arrays().items()}
     arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
     metadata = _metadata(members, arrays, batch=isinstance(result, LogitsBatch))
+    if head is not None:
+        metadata["head"] = {**head.facts(), "hash": head.hash}
     with atomic_write(target) as file:
         write(file, metadata, arrays)
 
@@ -159,13 +175,32 @@ def _sync_folder(folder: Path) -> None:
 # -- a result as metadata and arrays, and back -------------------------------------------------------------
 
 
+def _head(members: list[Logits]) -> RowHead | None:
+    """The head of hidden rows, the same for all members.
+
+    Raises:
+        IdentityMismatchError: members with rows of different heads.
+        EncodingError: a head that was changed after its rows were made.
+    """
+    found = [member.values.own_head() for member in members if isinstance(member.values, HiddenRows)]
+    heads = {head.hash: head for head in found}
+    if len(heads) > 1:
+        raise IdentityMismatchError("hidden rows of different heads", where="save", got=sorted(heads))
+    return next(iter(heads.values()), None)
+
+
 def _arrays(logits: Logits, prefix: str) -> dict[str, NDArray[Any]]:
-    found: dict[str, NDArray[Any]] = {} if logits.values is None else {"logits": logits.to_numpy()}
+    found: dict[str, NDArray[Any]] = {} if logits.values is None else _values(logits)
     found |= {"positions": logits.positions, "token_ids": logits.token_ids}
     found |= {f"summary.{name}": array for name, array in logits.summary.items()}
     found |= {f"hidden_states.{layer}": array for layer, array in logits.hidden_states.items()}
     found |= {f"attentions.{layer}": array for layer, array in logits.attentions.items()}
     return {prefix + name: array for name, array in found.items()}
+
+
+def _values(logits: Logits) -> dict[str, NDArray[Any]]:
+    values = logits.values
+    return {"hidden": values.hidden} if isinstance(values, HiddenRows) else {"logits": logits.to_numpy()}
 
 
 def _metadata(members: list[Logits], arrays: dict[str, NDArray[Any]], *, batch: bool) -> dict[str, Any]:
@@ -177,6 +212,10 @@ def _metadata(members: list[Logits], arrays: dict[str, NDArray[Any]], *, batch: 
         "stage": members[0].stage,
         "encoding": members[0].encoding,
         "prompt_lengths": [member.prompt_length for member in members],
+        "verifications": [
+            None if member.verification is None else dataclasses.asdict(member.verification)
+            for member in members
+        ],
         "arrays": {name: _entry(name, array) for name, array in arrays.items()},
     }
 
@@ -200,13 +239,15 @@ def _result(
 ) -> Logits | LogitsBatch:
     batch = metadata["batch"]
     identity = Identity(**metadata["identity"])
+    head = _loaded_head(metadata, _group(arrays, "head."))
+    verifications = metadata.get("verifications") or [None] * len(metadata["prompt_lengths"])
     members = []
     for i, prompt_length in enumerate(metadata["prompt_lengths"]):
         prefix = f"{i}." if batch else ""
         own = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
         members.append(
             Logits(
-                values=own.get("logits"),
+                values=HiddenRows(own["hidden"], head) if head is not None else own.get("logits"),
                 positions=own["positions"],
                 token_ids=own["token_ids"],
                 prompt_length=prompt_length,
@@ -217,9 +258,31 @@ def _result(
                 hidden_states={int(k): a for k, a in _group(own, "hidden_states.").items()},
                 attentions={int(k): a for k, a in _group(own, "attentions.").items()},
                 vocabulary=vocabulary,
+                verification=None if verifications[i] is None else Verification(**verifications[i]),
             )
         )
     return LogitsBatch(members) if batch else members[0]
+
+
+def _loaded_head(metadata: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Head | None:
+    """The head of a file with hidden rows; its arrays were checked against their checksums."""
+    if "head" not in metadata:
+        return None
+    from logitscope.head import Head
+
+    try:
+        head = Head.from_arrays(arrays, metadata["head"])
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            "hidden rows need PyTorch to be read", where="load", fix="pip install 'logitscope[transformers]'"
+        ) from error
+    if head.hash != metadata["head"]["hash"]:
+        raise FileFormatError(
+            "a head that is not the one its rows were made for",
+            expected=metadata["head"]["hash"],
+            got=head.hash,
+        )
+    return head
 
 
 def _group(arrays: dict[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from logitscope import tensors
+from logitscope.encodings import EncodedRows
 from logitscope.errors import IdentityMismatchError, InputError, SelectError, UnavailableError
 from logitscope.numerics import checked_names, host
 from logitscope.rows import (
@@ -22,6 +23,7 @@ from logitscope.rows import (
     Ids,
     Kind,
     Stage,
+    Verification,
     Vocabulary,
     kinds,
     row_count,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _EDGE_ROWS = 3
+_DECODED_ROWS = 256
 _TARGET_SUMMARIES = ("target_logit", "target_logprob", "target_rank")
 
 
@@ -145,7 +148,8 @@ class Logits(RowArrays):
 
     Attributes:
         values: logits ``[rows, vocab_size]``: a host array, a torch tensor when rows were kept on the
-            device, or None when only summaries were kept.
+            device, encoded rows that are decoded when they are read (`logitscope.encodings.EncodedRows`), or
+            None when only summaries were kept.
         positions: of the rows, int64 ``[rows]``.
         token_ids: the whole sequence, prompt then generated tokens, int32 ``[N]``.
         prompt_length: ``L``, how many of them are the prompt.
@@ -156,6 +160,7 @@ class Logits(RowArrays):
         hidden_states: layer → ``[rows, hidden_size]``.
         attentions: layer → ``[rows, heads, keys]``; keys beyond a row's position are 0.
         vocabulary: gives the text of tokens; None shows ids only.
+        verification: how rows rebuilt from hidden ones compared with the engine's own; else None.
     """
 
     values: Any
@@ -169,6 +174,7 @@ class Logits(RowArrays):
     hidden_states: Mapping[int, NDArray[Any]] = dataclasses.field(default_factory=dict)
     attentions: Mapping[int, NDArray[Any]] = dataclasses.field(default_factory=dict)
     vocabulary: Vocabulary | None = None
+    verification: Verification | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.positions)
@@ -203,7 +209,9 @@ class Logits(RowArrays):
 
     def __iter__(self) -> Iterator[Any]:
         """The values ``[vocab_size]`` of one row after the other."""
-        return iter(self._exported())
+        self._exported_or_error()
+        for part in self._decoded():
+            yield from part.values
 
     @property
     def vocab_size(self) -> int:
@@ -300,7 +308,8 @@ class Logits(RowArrays):
             UnavailableError: one row's values, of which only summaries were kept.
         """
         if isinstance(index, int | np.integer):
-            return self._exported()[range(len(self))[index]]
+            row = range(len(self))[index]
+            return self._take(slice(row, row + 1))._exported()[0]
         if isinstance(index, slice):
             return self._take(index)
         chosen = np.asarray(index)
@@ -351,8 +360,9 @@ class Logits(RowArrays):
         Raises:
             UnavailableError: only summaries were kept.
         """
-        values = self._exported()
-        return self._numerics().log_softmax(values)
+        self._exported_or_error()
+        found = [self._numerics().log_softmax(part.values) for part in self._decoded()]
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def top_k(self, k: int) -> TopK:
         """The ``k`` best tokens of each row.
@@ -361,14 +371,10 @@ class Logits(RowArrays):
             OptionError: ``k`` outside ``1 … vocab_size``.
             UnavailableError: only summaries were kept.
         """
-        numerics, values = self._numerics(), self._exported()
-        ids, best = numerics.top_k(values, k)
-        # The best token's log-probability has no large number in it, and the others are differences from it.
-        first = numerics.summaries(values, ids[:, 0], ("target_logprob",))["target_logprob"]
-        best, first = tensors.to_numpy(best), tensors.to_numpy(first)
-        wide = best.astype(np.float64)
-        logprobs = wide - wide[:, :1] + first.astype(np.float64)[:, None]
-        return TopK(tensors.to_numpy(ids), best, logprobs.astype(np.float32))
+        self._exported_or_error()
+        parts = [part._top_k(k) for part in self._decoded()]
+        columns = zip(*parts, strict=True)
+        return TopK(*(column[0] if len(parts) == 1 else np.concatenate(column) for column in columns))
 
     # -- hand-over -------------------------------------------------------------------------------------
 
@@ -416,7 +422,7 @@ class Logits(RowArrays):
             fields.append(pyarrow.field(name, array.type))
             arrays.append(array)
         if self.values is not None:
-            field, lists = tensors.to_arrow(self.values, "logits")
+            field, lists = tensors.to_arrow(self._exported(), "logits")
             fields.append(field)
             arrays.append(lists)
         return pyarrow.Table.from_arrays(arrays, schema=pyarrow.schema(fields, metadata=self._metadata()))
@@ -465,6 +471,10 @@ class Logits(RowArrays):
         }
 
     def _exported(self) -> Any:
+        values = self._exported_or_error()
+        return values.decode() if isinstance(values, EncodedRows) else values
+
+    def _exported_or_error(self) -> Any:
         if self.values is None:
             raise UnavailableError(
                 "the values were not kept, only summaries",
@@ -472,6 +482,25 @@ class Logits(RowArrays):
                 fix="Ask the engine for Select(vocab='all').",
             )
         return self.values
+
+    def _decoded(self) -> Iterator[Logits]:
+        """The rows in parts whose values are at hand: encoded ones are decoded some at a time."""
+        if not isinstance(self.values, EncodedRows):
+            yield self
+            return
+        for first in range(0, max(len(self), 1), _DECODED_ROWS):
+            part = self._take(slice(first, first + _DECODED_ROWS))
+            yield dataclasses.replace(part, values=part._exported())
+
+    def _top_k(self, k: int) -> tuple[Ids, NDArray[Any], NDArray[np.float32]]:
+        numerics, values = self._numerics(), self.values
+        ids, best = numerics.top_k(values, k)
+        # The best token's log-probability has no large number in it, and the others are differences from it.
+        first = numerics.summaries(values, ids[:, 0], ("target_logprob",))["target_logprob"]
+        best, first = tensors.to_numpy(best), tensors.to_numpy(first)
+        wide = best.astype(np.float64)
+        logprobs = wide - wide[:, :1] + first.astype(np.float64)[:, None]
+        return tensors.to_numpy(ids), best, logprobs.astype(np.float32)
 
     def _vocabulary(self) -> Vocabulary:
         if self.vocabulary is None:
@@ -518,6 +547,10 @@ class Logits(RowArrays):
                 where="Logits",
                 fix="Ask the engine for summary=True, or for Select(vocab='all').",
             )
+        parts = [part._measured(names) for part in self._decoded()]
+        return parts[0] if len(parts) == 1 else {n: np.concatenate([p[n] for p in parts]) for n in names}
+
+    def _measured(self, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         ids: Any = self.targets
         if tensors.is_torch(self.values):
             ids = tensors.to_torch(ids).to(self.values.device)
@@ -629,6 +662,8 @@ def _values_text(logits: Logits) -> str:
     if logits.values is None:
         return "summaries only"
     text = str(logits.dtype).removeprefix("torch.")
+    if isinstance(logits.values, EncodedRows):
+        return f"{text} from {logits.encoding}"
     return f"{text} on {logits.values.device}" if tensors.is_torch(logits.values) else text
 
 

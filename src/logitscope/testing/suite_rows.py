@@ -10,11 +10,11 @@ import pytest
 from numpy.typing import NDArray
 
 from logitscope import rows
-from logitscope.encodings import encoding
-from logitscope.errors import MemoryLimitError, OptionError, SelectError, UnavailableError
+from logitscope.encodings import Dense, HiddenRows
+from logitscope.errors import HiddenRowsWarning, MemoryLimitError, OptionError, SelectError, UnavailableError
 from logitscope.logits import Logits
 from logitscope.numerics import reference
-from logitscope.rows import SUMMARIES, SUMMARY_DTYPES, Select
+from logitscope.rows import HIDDEN_FORMS, SUMMARIES, SUMMARY_DTYPES, Select
 from logitscope.testing.asserts import (
     BUDGETS,
     assert_aligned,
@@ -323,7 +323,7 @@ class SelectionSuite:
             assert_same_bits(
                 scored.summary["max"], plain.summary["max"], what="a summary is of unrounded rows"
             )
-            stated = encoding(name).relative_error(case.dtype)
+            stated = Dense(name).relative_error(case.dtype)
             normal = np.abs(exact) >= 2.0**-14
             assert (np.abs(held - exact)[normal] <= stated * np.abs(exact)[normal]).all(), (
                 "beyond the stated bound"
@@ -339,6 +339,57 @@ class SelectionSuite:
         assert np.array_equal(made.token_ids, plain.token_ids), "tokens come from unrounded rows"
         assert made.logits.values.dtype == np.float16
         assert_rows_close(made.logits.values, rounded(plain.logits.values, "float16"), dtype=case.dtype)
+
+    @pytest.mark.parametrize("encode", HIDDEN_FORMS)
+    def test_hidden_rows_are_rebuilt(self, case: EngineCase, encode: str) -> None:
+        case.require("hidden")
+        ids = case.prompt(19)
+        kept = case.score(ids, encode=encode, summary=("max",))
+        plain = case.score(ids, summary=("max",))
+        identity = case.engine.identity
+        assert isinstance(kept.values, HiddenRows)
+        assert kept.encoding == encode
+        assert kept.shape == plain.shape
+        assert kept.dtype == plain.dtype
+        itemsize = 2 if encode.endswith("16") or identity.hidden_dtype != "float32" else 4
+        assert kept.values.nbytes == 19 * (identity.hidden_size or 0) * itemsize
+        assert case.engine.estimate(case.engine.requests(ids, encode=encode)).result_bytes == (
+            kept.values.nbytes
+        )
+        rows, truth = _float64(kept), _float64(plain)
+        assert kept.verification is not None
+        assert kept.verification.rows > 0
+        assert kept.verification.max_abs_difference <= kept.verification.bound
+        assert np.abs(rows - truth).max() <= kept.verification.bound
+        if case.repeatable and encode == "hidden":
+            assert_same_bits(np.asarray(kept), np.asarray(plain), what="rebuilt rows")
+            assert_same_bits(kept[3:9][2], plain.at(5), what="one rebuilt row")
+            assert_same_bits(kept.entropy(), plain.entropy())
+            assert_same_bits(kept.top_k(4).logits, plain.top_k(4).logits)
+        assert_same_bits(kept.summary["max"], plain.summary["max"], what="a summary is of the engine's rows")
+
+    def test_hidden_rows_of_a_ragged_batch_and_of_generations(self, case: EngineCase) -> None:
+        case.require("hidden")
+        prompts = [case.prompt(n) for n in (3, 11, 7)]
+        batch = case.score_batch(prompts, encode="hidden")
+        for one in batch:
+            case.assert_true(one, what="rebuilt rows")
+        dense = batch.to_numpy(pad=-5.0)
+        assert dense.shape == batch.shape
+        assert_same_bits(dense[0, :3], np.asarray(batch[0]))
+        assert (_float64(dense[0, 3:]) == -5.0).all()
+        for made in case.generate_batch(prompts, max_new_tokens=5, ignore_eos=True, encode="hidden"):
+            assert made.logits is not None
+            assert len(made.logits.generated) == len(made.token_ids)
+            case.assert_true(made.logits, what="rebuilt rows")
+
+    def test_an_engine_without_hidden_rows_says_so_and_gives_plain_ones(self, case: EngineCase) -> None:
+        if case.engine.capabilities.hidden:
+            pytest.skip("the engine gives hidden rows")
+        with pytest.warns(HiddenRowsWarning, match="hidden rows"):
+            found = case.score(case.prompt(5), encode="hidden")
+        assert found.encoding is None
+        case.assert_true(found)
 
     def test_an_unknown_encoding_is_an_error(self, case: EngineCase) -> None:
         with pytest.raises(OptionError, match="float8_e9"):

@@ -7,7 +7,7 @@ from logitscope.wire.requests import (
     select_to_json,
     summary_from_json,
 )
-from logitscope.wire.shared import Attached, Pool, Segment, Ticket, attach, owners, release, sweep
+from logitscope.wire.shared import Attached, Pool, Segment, Ticket, attach, own_name, owners, release, sweep
 from logitscope.wire.stream import MEDIA_TYPE, RowReader, RowWriter, write_stream
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Segment",
     "Ticket",
     "attach",
+    "own_name",
     "owners",
     "release",
     "request_from_json",

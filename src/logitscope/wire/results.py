@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from logitscope.encodings import ENCODINGS
-from logitscope.errors import FileFormatError
+from logitscope.encodings import DTYPES, EncodedRows, RowHead
+from logitscope.errors import FileFormatError, UnsupportedError
 from logitscope.logits import Logits
 from logitscope.logits.collect import Collector
 from logitscope.rows import SUMMARY_DTYPES, End, Identity, Request, RowBlock, Select, Vocabulary
 from logitscope.wire.stream import RowReader
 
-_DTYPES = {name: encoding.dtype for name, encoding in ENCODINGS.items()} | {"int32": np.dtype(np.int32)}
+_DTYPES = DTYPES | {"int32": np.dtype(np.int32)}
 _BLOCK_ROWS = 256
 
 
@@ -26,7 +26,11 @@ def logits_to_json(result: Logits) -> dict[str, Any]:
 
     Each array ``NAME`` comes as ``NAME_b64`` with ``NAME_b64_dtype``; ``shape`` is that of the values. NaN
     and infinities come through bit for bit.
+
+    Raises:
+        UnsupportedError: hidden rows, which are nothing without their head.
     """
+    _refuse_encoded(result)
     arrays = {} if result.values is None else {"values": np.asarray(result.values)}
     arrays |= {f"summary.{name}": array for name, array in result.summary.items()}
     return {
@@ -88,7 +92,12 @@ def request_of(result: Logits, index: int) -> Request:
 
 
 def blocks_of(result: Logits, index: int) -> Iterator[RowBlock | End]:
-    """A scored result as blocks and an end."""
+    """A scored result as blocks and an end.
+
+    Raises:
+        UnsupportedError: hidden rows, which are nothing without their head.
+    """
+    _refuse_encoded(result)
     for first in range(0, len(result), _BLOCK_ROWS):
         rows = slice(first, first + _BLOCK_ROWS)
         yield RowBlock(
@@ -100,18 +109,30 @@ def blocks_of(result: Logits, index: int) -> Iterator[RowBlock | End]:
     yield End(index, np.empty(0, np.int32), rows=len(result))
 
 
-def read_results(source: Any, *, vocabulary: Vocabulary | None = None) -> list[Logits]:
+def _refuse_encoded(result: Logits) -> None:
+    if isinstance(result.values, EncodedRows):
+        raise UnsupportedError(
+            f"{result.encoding} rows are not sent without their head in this version",
+            where="encode",
+            fix="Use encode='float16' or 'bfloat16', or select fewer rows.",
+        )
+
+
+def read_results(
+    source: Any, *, vocabulary: Vocabulary | None = None, head: RowHead | None = None
+) -> list[Logits]:
     """Every result of a stream, complete, in the order of its requests.
 
     Args:
         source: a binary file, such as the body of an answer, or bytes.
         vocabulary: gives the texts of tokens.
+        head: rebuilds rows of a hidden form.
 
     Raises:
         FileFormatError, IncompleteError: it is no such stream, damaged, or cut.
     """
     reader = RowReader(source)
-    collector = Collector(reader.requests, identity=reader.identity, vocabulary=vocabulary)
+    collector = Collector(reader.requests, identity=reader.identity, vocabulary=vocabulary, head=head)
     for item in reader:
         if isinstance(item, End):
             collector.finish(item)

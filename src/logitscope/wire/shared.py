@@ -35,7 +35,7 @@ _MAGIC = b"LSSEG\x00\x00\x01"
 _HELD, _LENT, _READ, _FREE = range(4)
 _STATE = struct.Struct("<8sII")  # magic, which use of the segment it is, state
 _USE_AT = len(_MAGIC)
-_NAME = re.compile(r"logitscope-(\d+)-(\d+)-[0-9a-f]{16}\.segment")
+_NAME = re.compile(r"logitscope-(\d+)-(\d+)-[0-9a-f]{16}\.(?:segment|head)")
 _SHM = Path("/dev/shm")
 _KEPT_BYTES = 1 << 30
 _STEP_BYTES = 1 << 22
@@ -171,7 +171,6 @@ class Pool:
         self._limit = shutil.disk_usage(folders()[0]).free // 2 if limit_bytes is None else limit_bytes
         self._kept = kept_bytes
         self._segments: list[Segment] = []
-        self._prefix = f"logitscope-{os.getpid()}-{_started(os.getpid())}"
 
     def take(self, capacity: int) -> Segment:
         """A segment for so many bytes of data: one that was used before and fits, else a new one.
@@ -208,7 +207,7 @@ class Pool:
         failed: OSError | None = None
         for folder in folders():
             try:
-                segment = Segment(folder / f"{self._prefix}-{secrets.token_hex(8)}.segment", capacity)
+                segment = Segment(folder / own_name(secrets.token_hex(8), "segment"), capacity)
             except OSError as error:
                 failed = error
                 continue
@@ -284,7 +283,7 @@ def release(ticket: Ticket) -> None:
 
 
 def sweep() -> list[str]:
-    """Remove the segments of processes that are gone; returns their names."""
+    """Remove the segments and other files of processes that are gone; returns their names."""
     removed = []
     for path, process, started in _named():
         if _started(process) != started:
@@ -292,6 +291,16 @@ def sweep() -> list[str]:
                 path.unlink()
                 removed.append(path.name)
     return removed
+
+
+def own_name(token: str, suffix: str) -> str:
+    """Name of a file of this process that `sweep` removes when the process is gone.
+
+    Args:
+        token: 16 hexadecimal digits.
+        suffix: ``segment`` or ``head``.
+    """
+    return f"logitscope-{os.getpid()}-{_started(os.getpid())}-{token}.{suffix}"
 
 
 def owners() -> set[int]:
@@ -302,7 +311,7 @@ def owners() -> set[int]:
 def _named() -> Iterator[tuple[Path, int, int]]:
     """Every segment with its owner's number and start."""
     for folder in folders():
-        for path in folder.glob("logitscope-*.segment"):
+        for path in folder.glob("logitscope-*"):
             match = _NAME.fullmatch(path.name)
             if match is not None:
                 yield path, int(match[1]), int(match[2])

@@ -20,9 +20,18 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from logitscope.encodings import ENCODINGS
+from logitscope.encodings import DTYPES
 from logitscope.errors import FileFormatError, IncompleteError, LogitscopeError, UnsupportedError
-from logitscope.rows import SUMMARIES, SUMMARY_DTYPES, End, Identity, Request, RowBlock, Stream
+from logitscope.rows import (
+    SUMMARIES,
+    SUMMARY_DTYPES,
+    End,
+    Identity,
+    Request,
+    RowBlock,
+    Stream,
+    Verification,
+)
 from logitscope.wire.requests import request_from_json, request_to_json
 
 FORMAT = "logitscope.rows"
@@ -31,7 +40,7 @@ MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 
 _KEY = b"logitscope"
 _EXTRAS = ("hidden_states", "attentions")
-_DTYPES = {name: encoding.dtype for name, encoding in ENCODINGS.items()} | {"float64": np.dtype(np.float64)}
+_DTYPES = DTYPES | {"float64": np.dtype(np.float64)}
 _SUMMARY_TYPES = {
     name: pa.int32() if SUMMARY_DTYPES[name] is np.int32 else pa.float32() for name in SUMMARIES
 }
@@ -256,7 +265,14 @@ def _block(batch: Any, facts: dict[str, Any]) -> RowBlock:
 
 
 def _end(fields: dict[str, Any]) -> End:
-    return End(**fields | {"generated_ids": np.asarray(fields["generated_ids"], np.int32)})
+    verification = fields.get("verification")
+    return End(
+        **fields
+        | {
+            "generated_ids": np.asarray(fields["generated_ids"], np.int32),
+            "verification": None if verification is None else Verification(**verification),
+        }
+    )
 
 
 def _checksum(block: RowBlock) -> str:

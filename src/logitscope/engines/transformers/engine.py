@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +22,7 @@ from logitscope.engines.transformers.scoring import score
 from logitscope.engines.transformers.work import Item, Settings, Work
 from logitscope.errors import ModelLoadError, OptionError, OutOfMemoryError
 from logitscope.extract import in_order
-from logitscope.rows import Buffer, Identity, Request, Stream
+from logitscope.rows import HIDDEN_FORMS, Buffer, End, Identity, Request, Stream
 from logitscope.tokenizer import Tokenizer
 
 _BLOCK_BYTES = 256 * 2**20
@@ -65,7 +66,11 @@ class TransformersEngine(Engine):
             sequences=sequences,
         )
         self.capabilities = Capabilities(
-            processed=True, hidden_states=True, attentions=True, keep_on_device=True
+            processed=True,
+            hidden_states=True,
+            attentions=True,
+            keep_on_device=True,
+            hidden=self._model.hidden_size is not None,
         )
         self.identity = self._identify(loaded)
         if pack and self._model.head is not None:
@@ -138,6 +143,11 @@ class TransformersEngine(Engine):
         return self._model.model
 
     @property
+    def head(self) -> Any:
+        """The `logitscope.head.Head` that multiplies hidden rows; None when it is not used."""
+        return self._model.head
+
+    @property
     def head_check(self) -> Any:
         """How the head compared with the model's own forward at load."""
         return self._model.head_check
@@ -151,10 +161,16 @@ class TransformersEngine(Engine):
     @torch.no_grad()
     def _run(self, requests: Sequence[Request], buffer: Buffer | None) -> Stream:
         with _named_memory_errors(), self._model.evaluating():
-            yield from in_order(self._items(requests, buffer))
+            for item in in_order(self._items(requests, buffer)):
+                yield self._verified(item, requests[item.index]) if isinstance(item, End) else item
+
+    def _verified(self, end: End, request: Request) -> End:
+        if request.encode not in HIDDEN_FORMS:
+            return end
+        return dataclasses.replace(end, verification=self._model.verification(request.encode))
 
     def _items(self, requests: Sequence[Request], buffer: Buffer | None) -> Iterator[Item]:
-        work = Work(self._model, self.identity.dtype, self.settings, buffer, self.tokenizer, self._eos_ids())
+        work = Work(self._model, self.identity, self.settings, buffer, self.tokenizer, self._eos_ids())
         numbered = list(enumerate(requests))
         yield from score(work, [(i, r) for i, r in numbered if not r.max_new_tokens])
         yield from generate(work, [(i, r) for i, r in numbered if r.max_new_tokens])
@@ -177,7 +193,7 @@ class TransformersEngine(Engine):
         """
         config, itemsize = self._model.text_config, self._model.itemsize
         inner: int = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        work = Work(self._model, self.identity.dtype, self.settings, None, None, frozenset())
+        work = Work(self._model, self.identity, self.settings, None, None, frozenset())
         tokens = max(min(work.chunk_size(r.prompt_length), r.prompt_length) for r in requests)
         if len(requests) > 1:
             tokens = max(tokens, self.settings.forward_tokens)
@@ -230,6 +246,8 @@ class TransformersEngine(Engine):
             device=str(model.device),
             quantization=loaded.quantization,
             kernel=None if head is None else head.kernel,
+            hidden_size=model.hidden_size,
+            hidden_dtype=None if head is None else str(head.dtype).removeprefix("torch."),
             version=logitscope.__version__,
         )
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from logitscope.engines.transformers.cache import all_slabs, cache_argument, new_cache
-from logitscope.engines.transformers.head import Head, HeadCheck, compare_head, final_transforms
 from logitscope.errors import ModelLoadError, NotCausalError
-from logitscope.rows import Ids
+from logitscope.head import Head, HeadCheck, compare_head, final_transforms
+from logitscope.rows import Ids, Verification
 
 _PROOF_TOKENS = 32
 _SAMPLED_VALUES = 1024
@@ -77,6 +77,11 @@ class Product:
         rows = self._done[first:last]
         return rows if out is None else out.copy_(rows)
 
+    def hidden(self, first: int, last: int) -> torch.Tensor:
+        """Hidden rows ``first … last - 1``, the input of the head."""
+        assert self.head is not None, "rows of the model's own forward"
+        return self.source[first:last]
+
     def non_finite(self, first: int, last: int) -> torch.Tensor:
         """Boolean tensor ``[]``: NaN or infinity in these rows.
 
@@ -105,6 +110,10 @@ class RowChunk:
     def logits(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits ``[rows, vocab_size]``."""
         return self.product.logits(self.first, self.first + len(self.positions), out)
+
+    def hidden(self) -> torch.Tensor:
+        """Input of the head ``[rows, hidden_size]``."""
+        return self.product.hidden(self.first, self.first + len(self.positions))
 
     def non_finite(self) -> torch.Tensor:
         """Whether a row is NaN or infinite."""
@@ -160,6 +169,7 @@ class CausalModel:
         self._arguments = inspect.signature(self.base.forward).parameters
         self._cache_argument = cache_argument(self.base)
         self.head: Head | None = None  # until it is proved, rows come from the model's own forward
+        self._verified: dict[str, Verification] = {}
         with self.evaluating():
             self.rows_dtype, self.head, self.head_check = self._prove_head()
         self.check_logits = self.dtype == torch.float16 or self.head is None or not self.head.all_finite()
@@ -240,13 +250,42 @@ class CausalModel:
             digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
+    @property
+    def hidden_size(self) -> int | None:
+        """Of the head's input; None when rows cannot be rebuilt from it."""
+        return self.head.weight.shape[1] if self.head is not None and self.head.plain else None
+
+    def verification(self, encode: str) -> Verification:
+        """How rows rebuilt from a hidden form compare with the model's own, over the tokens of the proof."""
+        if encode not in self._verified:
+            self._verified[encode] = self._verify(encode)
+        return self._verified[encode]
+
     # -- the proof at load -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _verify(self, encode: str) -> Verification:
+        check, ids = self.head_check, self._proof_ids()
+        rows = ids.shape[1]
+        if encode == "hidden":
+            return Verification(rows, self.vocab_size, check.max_abs_difference, check.bound)
+        assert self.head is not None
+        with self.evaluating():
+            hidden = self.run(ids).rows[0]
+            own = self.head.project(hidden, self.head.empty(rows))
+        dtype = getattr(torch, encode.partition("-")[2])
+        rounded = self.head.project(hidden.to(dtype).to(hidden.dtype), self.head.empty(rows))
+        difference = float((rounded.double() - own.double()).abs().max())
+        return Verification(rows, self.vocab_size, difference, self.head.rounding_bound(hidden, dtype))
+
+    def _proof_ids(self) -> torch.Tensor:
+        tokens = min(_PROOF_TOKENS, self.context_length or _PROOF_TOKENS)
+        return (torch.arange(tokens) * 7919 % self.vocab_size)[None].to(self.device)
 
     @torch.no_grad()
     def _prove_head(self) -> tuple[torch.dtype, Head | None, HeadCheck]:
         """The logits' dtype, and the head if it reproduces the model's own rows from hidden ones."""
-        tokens = min(_PROOF_TOKENS, self.context_length or _PROOF_TOKENS)
-        ids = (torch.arange(tokens) * 7919 % self.vocab_size)[None].to(self.device)
+        ids = self._proof_ids()
         own = self.run(ids).rows[0]
         self._check_causal(ids, own)
         module = self.inner.get_output_embeddings()
@@ -265,7 +304,7 @@ class CausalModel:
         transforms = final_transforms(self.text_config)
         head = Head(module, transforms=transforms, vocab_size=self.vocab_size, dtype=own.dtype)
         hidden = self.base(input_ids=ids, use_cache=False).last_hidden_state[0]
-        check = compare_head(head.project(hidden, head.empty(tokens)), own)
+        check = compare_head(head.project(hidden, head.empty(len(hidden))), own)
         return own.dtype, head if check.used else None, check
 
     def _check_causal(self, ids: torch.Tensor, own: torch.Tensor) -> None:

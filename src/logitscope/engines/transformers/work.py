@@ -9,7 +9,7 @@ import torch
 
 from logitscope.engines.transformers.model import CausalModel, Product, Scratch
 from logitscope.extract import Extractor, PendingBlock
-from logitscope.rows import Buffer, End, Request, Stage
+from logitscope.rows import Buffer, End, Identity, Request, Stage
 from logitscope.tokenizer import Tokenizer
 
 _SCRATCH_ROWS, _FRESH_ROWS = 64, 256
@@ -45,7 +45,7 @@ class Work:
 
     Attributes:
         model: that runs.
-        dtype: name of the dtype of its rows.
+        identity: of the engine.
         settings: how work is cut up.
         buffer: where values go; None for fresh arrays.
         tokenizer: for stop strings and text.
@@ -54,7 +54,7 @@ class Work:
     """
 
     model: CausalModel
-    dtype: str
+    identity: Identity
     settings: Settings
     buffer: Buffer | None
     tokenizer: Tokenizer | None
@@ -66,8 +66,7 @@ class Work:
         return Extractor(
             request,
             index,
-            model_dtype=self.dtype,
-            vocab_size=self.model.vocab_size,
+            identity=self.identity,
             stage=stage,
             buffer=self.buffer,
         )

@@ -11,17 +11,27 @@ import collections
 import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from logitscope.encodings import encoding
-from logitscope.errors import IncompleteError
+from logitscope.encodings import DTYPES, HiddenRows, RowHead
+from logitscope.errors import EncodingError, IncompleteError, UnsupportedError
 from logitscope.extract import Extractor, PendingBlock
 from logitscope.logits import Logits
-from logitscope.rows import SUMMARY_DTYPES, Identity, Ids, Request, Vocabulary, row_count, targets
+from logitscope.plugins.common.heads import CapturedHead, Comparison
+from logitscope.rows import (
+    SUMMARY_DTYPES,
+    Identity,
+    Ids,
+    Request,
+    Verification,
+    Vocabulary,
+    row_count,
+    targets,
+)
 from logitscope.wire import Pool, Segment, Ticket, attach, release
 
 _AHEAD = 2
@@ -35,6 +45,7 @@ class _Chunk:
     values: Any
     positions: NDArray[np.int64]
     targets: Any
+    hidden_rows: Any = None
 
     @property
     def device(self) -> Any:
@@ -42,6 +53,9 @@ class _Chunk:
 
     def logits(self, out: Any = None) -> Any:
         return self.values if out is None else out.copy_(self.values)
+
+    def hidden(self) -> Any:
+        return self.hidden_rows
 
     def non_finite(self) -> Any:
         return ~(self.values.amax() < float("inf"))
@@ -55,15 +69,19 @@ class Layout:
         rows: that fit.
         tokens: of prompt and output that fit.
         names: of the summaries.
-        vocab_size, dtype: of the values; no values when ``keep`` is False.
+        width, dtype: of a kept row; no values when ``width`` is 0.
     """
 
     rows: int
     tokens: int
     names: tuple[str, ...]
-    vocab_size: int
+    width: int
     dtype: str
-    keep: bool
+
+    @property
+    def keep(self) -> bool:
+        """Whether there are values."""
+        return self.width > 0
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]]:
@@ -74,7 +92,7 @@ class Layout:
             **{name: ((self.rows,), np.dtype(SUMMARY_DTYPES[name])) for name in self.names},
         }
         if self.keep:
-            arrays["values"] = ((self.rows, self.vocab_size), encoding(self.dtype).dtype)
+            arrays["values"] = ((self.rows, self.width), DTYPES[self.dtype])
         found, first = {}, 0
         for name, (shape, dtype) in arrays.items():
             found[name] = (first, shape, dtype)
@@ -95,37 +113,40 @@ class RequestRows:
     Args:
         request: with the prompt as it is fed, and the most tokens that are generated.
         pool: of shared memory.
-        vocab_size: columns of a row.
-        dtype: name of the dtype of the engine's logits.
+        identity: of the engine.
+        head: that hidden rows are compared with; None when none are asked for.
 
     Attributes:
         error: why there will be no rows; None while all is well.
+        warning: what the user is told beside the rows.
         last: position of the newest row that the engine computed.
     """
 
-    def __init__(self, request: Request, pool: Pool, *, vocab_size: int, dtype: str) -> None:
-        self.request, self.last = request, -1
+    def __init__(
+        self, request: Request, pool: Pool, *, identity: Identity, head: CapturedHead | None = None
+    ) -> None:
+        self.request, self.head, self.last = request, head, -1
         self.error: str | None = None
+        self.warning: str | None = None
         self._pool = pool
         self._wanted = _wanted(request)
         self._filled = np.zeros(len(self._wanted), dtype=bool)
         # Ids that the rows were computed to score; at the end they must be those that were given out.
         self._scored: Ids = np.full(len(self._wanted), -1, np.int32)
-        self._extractor = Extractor(
-            request, 0, model_dtype=dtype, vocab_size=vocab_size, buffer=lambda *_: self._room
-        )
+        self._extractor = Extractor(request, 0, identity=identity, buffer=lambda *_: self._room)
+        row = self._extractor.format
         self._layout = Layout(
             rows=len(self._wanted),
             tokens=request.prompt_length + request.max_new_tokens,
             names=request.summary,
-            vocab_size=vocab_size,
-            dtype=self._extractor.encoding.name,
-            keep=self._extractor.keep_values,
+            width=0 if row is None else row.width,
+            dtype="float32" if row is None else row.dtype.name,
         )
+        self._compared, self._worst, self._allowed = 0, 0.0, 0.0
         self._segment: Segment | None = None
         self._room: Any = None
         self._given = 0
-        self._waiting: collections.deque[tuple[PendingBlock, slice, Any]] = collections.deque()
+        self._waiting: collections.deque[tuple[PendingBlock, slice, Any, Any]] = collections.deque()
 
     @property
     def first_prompt_row(self) -> int | None:
@@ -138,14 +159,18 @@ class RequestRows:
         length = self.request.prompt_length
         return length - 1 if self.request.max_new_tokens else length
 
-    def put_prompt(self, logits: Any, first: int) -> None:
-        """Rows ``first …`` that score prompt tokens: a tensor ``[rows, vocab_size]``, read at once."""
+    def put_prompt(self, logits: Any, first: int, hidden: Any = None) -> None:
+        """Rows ``first …`` that score prompt tokens: a tensor ``[rows, vocab_size]``, read at once.
+
+        ``hidden`` is the head's input for them, ``[rows, hidden_size]``.
+        """
         last = min(first + len(logits), self._first_generated)
         wanted = slice(*np.searchsorted(self._wanted, [first, last]))
         positions = self._wanted[wanted]
         if not positions.size:
             return
-        self._put(wanted, logits, positions - first, targets(self.request.token_ids, positions))
+        scored = targets(self.request.token_ids, positions)
+        self._put(wanted, logits, positions - first, scored, hidden)
 
     def wants(self, position: int) -> bool:
         """Whether this row of a generated token is kept."""
@@ -154,10 +179,10 @@ class RequestRows:
         at = int(np.searchsorted(self._wanted, position))
         return at < len(self._wanted) and int(self._wanted[at]) == position
 
-    def put_generated(self, logits: Any, position: int, target: Any) -> None:
+    def put_generated(self, logits: Any, position: int, target: Any, hidden: Any = None) -> None:
         """The row at ``position``, a tensor ``[1, vocab_size]``, and the id it scores, a tensor ``[1]``."""
         at = int(np.searchsorted(self._wanted, position))
-        self._put(slice(at, at + 1), logits, np.zeros(1, np.int64), target)
+        self._put(slice(at, at + 1), logits, np.zeros(1, np.int64), target, hidden)
 
     def fail(self, error: BaseException) -> None:
         """There will be no rows."""
@@ -205,29 +230,53 @@ class RequestRows:
             "tokens": len(token_ids),
             "prompt_length": request.prompt_length,
             "encode": request.encode,
+            "head": None if self.head is None else (self.head.token, self.head.serial),
+            "verification": None
+            if self.head is None
+            else (self._compared, len(self.head.columns), self._worst, self._allowed),
         }
 
     # -- writing ---------------------------------------------------------------------------------------
 
-    def _put(self, wanted: slice, logits: Any, places: NDArray[np.int64], scored: Any) -> None:
+    def _put(self, wanted: slice, logits: Any, places: NDArray[np.int64], scored: Any, hidden: Any) -> None:
         positions = self._wanted[wanted]
-        consecutive = places[-1] - places[0] + 1 == len(places)
-        rows = logits[places[0] : places[-1] + 1] if consecutive else logits[places.tolist()]
+        rows = _rows_at(logits, places)
+        states = compared = None
+        if self.head is not None:
+            if hidden is None:
+                raise UnsupportedError("the engine gave no hidden rows", where=f"position {positions[0]}")
+            states = _rows_at(hidden, places)
+            compared = self.head.compare(states, rows, rounded=self.request.encode == "hidden-float16")
         segment = self._held()
         self._room = self._array(segment, "values", wanted) if self._layout.keep else None
-        pending = self._extractor.extract(_Chunk(rows, positions, scored))
-        self._waiting.append((pending, wanted, scored))
+        pending = self._extractor.extract(_Chunk(rows, positions, scored, states))
+        self._waiting.append((pending, wanted, scored, compared))
         self._filled[wanted] = True
         self._settle(_AHEAD)
 
     def _settle(self, ahead: int) -> None:
         """Wait for all blocks but the newest few, and put their summaries in their places."""
         while len(self._waiting) > ahead:
-            pending, wanted, scored = self._waiting.popleft()
+            pending, wanted, scored, compared = self._waiting.popleft()
             block = pending.wait()
             for name, array in block.summary.items():
                 self._array(self._held(), name, wanted)[...] = array
             self._scored[wanted] = scored if isinstance(scored, np.ndarray) else scored.cpu().numpy()
+            if compared is not None:
+                self._verify(compared, self._wanted[wanted])
+
+    def _verify(self, compared: Comparison, positions: NDArray[np.int64]) -> None:
+        difference, bound = float(compared.difference), float(compared.bound)
+        if not float(compared.excess) <= 0:
+            raise EncodingError(
+                "hidden rows do not give the engine's rows",
+                where=f"positions {positions[0]} … {positions[-1]}",
+                expected=f"a difference of at most {bound:.2g}",
+                got=f"{difference:.2g}",
+                fix="Ask for plain rows: encode='float16' or 'float32'.",
+            )
+        self._compared += len(positions)
+        self._worst, self._allowed = max(self._worst, difference), max(self._allowed, bound)
 
     def _held(self) -> Segment:
         if self._segment is None:
@@ -289,8 +338,19 @@ class RequestRows:
         return copy
 
 
-def received(ticket: Mapping[str, Any], identity: Identity, vocabulary: Vocabulary | None) -> Logits:
+def received(
+    ticket: Mapping[str, Any],
+    identity: Identity,
+    vocabulary: Vocabulary | None,
+    head: Callable[[tuple[str, int]], RowHead] | None = None,
+) -> Logits:
     """The rows of a `RequestRows.ticket`, over the memory they were written to.
+
+    Args:
+        ticket: for the rows.
+        identity: of the engine.
+        vocabulary: gives the texts of tokens.
+        head: finds the head of hidden rows by what the ticket says of it.
 
     Raises:
         FileFormatError: the memory is gone.
@@ -301,8 +361,12 @@ def received(ticket: Mapping[str, Any], identity: Identity, vocabulary: Vocabula
     for name, (first, shape, dtype) in layout.places.items():
         count = ticket["tokens"] if name == "token_ids" else ticket["rows"]
         arrays[name] = attached.array(first, (count, *shape[1:]), dtype)
+    values: Any = arrays.get("values")
+    if ticket["head"] is not None and values is not None:
+        assert head is not None
+        values = HiddenRows(values, head(tuple(ticket["head"])))
     return Logits(
-        values=arrays.get("values"),
+        values=values,
         positions=arrays["positions"],
         token_ids=arrays["token_ids"],
         prompt_length=ticket["prompt_length"],
@@ -310,6 +374,7 @@ def received(ticket: Mapping[str, Any], identity: Identity, vocabulary: Vocabula
         summary={name: arrays[name] for name in layout.names},
         encoding=ticket["encode"],
         vocabulary=vocabulary,
+        verification=None if ticket["verification"] is None else Verification(*ticket["verification"]),
     )
 
 
@@ -317,6 +382,12 @@ def discarded(ticket: Mapping[str, Any]) -> None:
     """Nobody waits for these rows any more."""
     if "ticket" in ticket:
         release(Ticket(*ticket["ticket"]))
+
+
+def _rows_at(rows: Any, places: NDArray[np.int64]) -> Any:
+    """Rows of a tensor at ascending places, without a copy where they are consecutive."""
+    consecutive = places[-1] - places[0] + 1 == len(places)
+    return rows[places[0] : places[-1] + 1] if consecutive else rows[places.tolist()]
 
 
 def _wanted(request: Request) -> NDArray[np.int64]:

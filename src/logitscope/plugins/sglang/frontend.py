@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import inspect
 import multiprocessing
 import sys
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from logitscope.errors import LogitscopeError, OptionError, RowsError
+from logitscope.encodings import HiddenRows
+from logitscope.errors import HiddenRowsWarning, LogitscopeError, OptionError, RowsError
+from logitscope.head import Head
 from logitscope.logits import Logits, LogitsBatch
+from logitscope.plugins.common.heads import gathered
 from logitscope.plugins.common.options import KEY, Options, read_options
 from logitscope.plugins.common.rows import discarded, received
 from logitscope.rows import Identity
@@ -133,7 +138,11 @@ def joined(before: Logits | LogitscopeError, after: Logits | LogitscopeError) ->
         return before
     if isinstance(after, LogitscopeError):
         return after
-    values = None if after.values is None else np.concatenate([before.values, after.values])
+    if isinstance(after.values, HiddenRows):
+        hidden = np.concatenate([before.values.hidden, after.values.hidden])
+        values: Any = HiddenRows(hidden, after.values.head)
+    else:
+        values = None if after.values is None else np.concatenate([before.values, after.values])
     return dataclasses.replace(
         after,
         values=values,
@@ -147,10 +156,24 @@ def _received(manager: Any, ticket: Mapping[str, Any]) -> Logits | LogitscopeErr
         return RowsError(ticket["error"], where="return_logits")
     tokenizer = _tokenizer(manager)
     own = {} if tokenizer is None else {"tokenizer_hash": tokenizer.hash, "tokenizer_size": len(tokenizer)}
+    if ticket["warning"] is not None:
+        warnings.warn(
+            f"plain rows in place of hidden ones: {ticket['warning']}", HiddenRowsWarning, stacklevel=2
+        )
+    identity = Identity(**{**ticket["identity"], **own})
     try:
-        return received(ticket, Identity(**{**ticket["identity"], **own}), tokenizer)
+        return received(ticket, identity, tokenizer, functools.partial(_head, manager, identity.vocab_size))
     except LogitscopeError as error:
         return error
+
+
+def _head(manager: Any, vocab_size: int, key: tuple[str, int]) -> Head:
+    """The engine's head, gathered when it is first needed and again when its weights were changed."""
+    held = getattr(manager, "logitscope_head", None)
+    if held is None or held[0] != key:
+        held = manager.logitscope_head = (key, gathered(key[0], vocab_size))
+    found: Head = held[1]
+    return found
 
 
 def launched(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from logitscope.errors import LogitscopeError, UnsupportedError
+from logitscope.plugins.common.heads import CapturedHead
 from logitscope.plugins.common.options import KEY, read_options
 from logitscope.plugins.common.rows import RequestRows
+from logitscope.plugins.sglang.head import capture_mode, find_head
 from logitscope.plugins.sglang.identity import identity_of
-from logitscope.rows import Identity
+from logitscope.rows import HIDDEN_FORMS, Identity, Request
 from logitscope.wire import Pool, sweep
 
 _DTYPE = "float32"  # SGLang's logits are, whatever the model's dtype
@@ -31,12 +33,14 @@ class _Place:
         own: whether rows are kept here: every rank of a tensor-parallel engine sees them, one keeps them.
         pool: of shared memory.
         identity: what makes the rows.
+        head: this rank's part of the head, or why there are no hidden rows.
         forward: the forward that is running for requests that ask.
     """
 
     own: bool
     pool: Pool
     identity: Identity
+    head: CapturedHead | str
     forward: _Forward | None = None
 
 
@@ -50,10 +54,13 @@ class _Forward:
     batch: Any
     asking: list[tuple[int, RequestRows]]
     read: dict[int, int] = dataclasses.field(default_factory=dict)
-    sampled: list[tuple[int, RequestRows, int, Any]] = dataclasses.field(default_factory=list)
+    sampled: list[tuple[int, RequestRows, int, Any, Any]] = dataclasses.field(default_factory=list)
 
-    def prompt(self, logits: Any, owners: Sequence[int]) -> None:
-        """Rows ``[rows, vocab]`` that score prompt tokens; ``owners`` are places in the batch, ascending."""
+    def prompt(self, logits: Any, hidden: Any, owners: Sequence[int]) -> None:
+        """Rows ``[rows, vocab]`` that score prompt tokens, and the head's input for them.
+
+        ``owners`` are places in the batch, ascending.
+        """
         asking, first = dict(self.asking), 0
         while first < len(owners):
             owner = owners[first]
@@ -64,10 +71,15 @@ class _Forward:
                 start = min(self.batch.extend_logprob_start_lens[owner], self.batch.extend_lens[owner] - 1)
                 position = self.batch.prefix_lens[owner] + start + done
                 rows = asking[owner]
-                _guarded(rows, rows.put_prompt, logits[first:last], position)
+                _guarded(rows, rows.put_prompt, logits[first:last], position, hidden[first:last])
             first = last
 
-    def before_sampling(self, forward_batch: Any, logits: Any) -> None:
+    @property
+    def hidden(self) -> bool:
+        """Whether somebody asks for hidden rows."""
+        return any(rows.head is not None for _, rows in self.asking)
+
+    def before_sampling(self, forward_batch: Any, logits: Any, hidden: Any) -> None:
         """Copy the rows that score the next tokens: the sampler works in place."""
         extend = forward_batch.forward_mode.is_extend()
         chosen = []
@@ -75,14 +87,21 @@ class _Forward:
             rows.last = self.batch.prefix_lens[i] + self.batch.extend_lens[i] - 1 if extend else rows.last + 1
             if rows.error is None and rows.wants(rows.last):
                 chosen.append((i, rows, rows.last))
-        if chosen:
-            copy = logits[[i for i, _, _ in chosen]]  # an index makes a copy
-            self.sampled = [(*entry, copy[n : n + 1]) for n, entry in enumerate(chosen)]
+        if not chosen:
+            return
+        places = [i for i, _, _ in chosen]
+        copy = logits[places]  # an index makes a copy
+        states: list[Any] = [None] * len(chosen)
+        if self.hidden and hidden is not None:
+            if len(hidden) != len(logits):  # every token's, because another request or the server asks so
+                places = [sum(self.batch.extend_lens[: i + 1]) - 1 for i in places]
+            states = list(hidden[places].split(1))
+        self.sampled = [(*entry, copy[n : n + 1], states[n]) for n, entry in enumerate(chosen)]
 
     def sampled_now(self, token_ids: Any) -> None:
         """The tokens ``[batch]`` are known."""
-        for i, rows, position, row in self.sampled:
-            _guarded(rows, rows.put_generated, row, position, token_ids[i : i + 1])
+        for i, rows, position, row, hidden in self.sampled:
+            _guarded(rows, rows.put_generated, row, position, token_ids[i : i + 1], hidden)
         self.sampled = []
 
 
@@ -113,8 +132,9 @@ def create_request(original: Callable[..., Any], self: Any, recv_req: Any, *args
         assert options is not None
         most = self.max_req_len - len(recv_req.input_ids) - 1
         new = most if params.max_new_tokens is None else min(params.max_new_tokens, most)
-        request = options.request(recv_req.input_ids, max(new, 0))
-        rows = RequestRows(request, place.pool, vocab_size=self.model_config.vocab_size, dtype=_DTYPE)
+        request, head, why = _with_head(place, options.request(recv_req.input_ids, max(new, 0)), recv_req.rid)
+        rows = RequestRows(request, place.pool, identity=place.identity, head=head)
+        rows.warning = why
     except LogitscopeError as error:
         req = original(self, recv_req, *args, **kwargs)
         req.set_finish_with_abort(f"return_logits: {error}")
@@ -131,6 +151,16 @@ def create_request(original: Callable[..., Any], self: Any, recv_req: Any, *args
     return req
 
 
+def _with_head(place: _Place, request: Request, rid: str) -> tuple[Request, CapturedHead | None, str | None]:
+    """The head for a request of hidden rows; or the request for plain ones, and why."""
+    if request.encode not in HIDDEN_FORMS or request.select is None or request.select.vocab is None:
+        return request, None, None
+    if isinstance(place.head, str):
+        return dataclasses.replace(request, encode=None), None, place.head
+    place.head.write(rid)
+    return request, place.head, None
+
+
 def forward_batch(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``TpModelWorker.forward_batch_generation``: rows are read while it runs, tokens after it."""
     place = _place
@@ -140,6 +170,8 @@ def forward_batch(original: Callable[..., Any], self: Any, batch: Any, *args: An
     if not asking:
         return original(self, batch, *args, **kwargs)
     forward = place.forward = _Forward(batch, asking)
+    if forward.hidden:
+        kwargs["capture_hidden_mode"] = capture_mode(batch, kwargs.get("capture_hidden_mode"))
     try:
         result = original(self, batch, *args, **kwargs)
     finally:
@@ -176,7 +208,7 @@ def prompt_rows(
         def read(states: Any, *more: Any, **options: Any) -> Any:
             nonlocal done
             logits = get_logits_fn(states, *more, **options)
-            forward.prompt(logits, token_to_seq_idx[done : done + len(states)])
+            forward.prompt(logits, states, token_to_seq_idx[done : done + len(states)])
             done += len(states)
             return logits
 
@@ -187,7 +219,7 @@ def before_sampling(result: Any, batch: Any, forward_batch: Any, logits_output: 
     """After ``capture_pre_sample_logits``: the last moment before the sampler."""
     forward = _running()
     if forward is not None and logits_output is not None and logits_output.next_token_logits is not None:
-        forward.before_sampling(forward_batch, logits_output.next_token_logits)
+        forward.before_sampling(forward_batch, logits_output.next_token_logits, logits_output.hidden_states)
 
 
 def output_streamer_class(original: Callable[..., Any], self: Any) -> Any:
@@ -231,7 +263,7 @@ def _ticket(req: Any) -> dict[str, Any] | None:
         try:
             new = req.output_ids_through_stop if rows.request.max_new_tokens else ()
             ticket = rows.ticket(list(new), ended=ended)
-            return {**ticket, "identity": dataclasses.asdict(place.identity)}
+            return {**ticket, "identity": dataclasses.asdict(place.identity), "warning": rows.warning}
         except Exception as error:  # noqa: BLE001 - as in _guarded
             rows.fail(error)
     return {"error": rows.error} if rows.error and (ended or req.stream) else None
@@ -260,7 +292,15 @@ def _placed(scheduler: Any) -> _Place:
 
         check()
         sweep()
-        _place = _Place(get_parallel().attn_tp_rank == 0, Pool(), identity_of(scheduler, dtype=_DTYPE))
+        identity = identity_of(scheduler, dtype=_DTYPE)
+        head = find_head(scheduler, rows_dtype=_DTYPE)
+        if isinstance(head, CapturedHead):
+            identity = dataclasses.replace(
+                identity,
+                hidden_size=head.weight.shape[1],
+                hidden_dtype=str(head.weight.dtype).removeprefix("torch."),
+            )
+        _place = _Place(get_parallel().attn_tp_rank == 0, Pool(), identity, head)
     return _place
 
 

@@ -10,10 +10,18 @@ disagrees with the largest is not used.
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
+import xxhash
+from numpy.typing import NDArray
 from torch import nn
+
+from logitscope.encodings import DTYPES
+from logitscope.extract import tensor_over
 
 Transform: TypeAlias = tuple[Literal["multiply", "divide", "softcap"], float]
 
@@ -37,6 +45,26 @@ def final_transforms(config: Any) -> tuple[Transform, ...]:
     return tuple((kind, float(value)) for kind, value in found if value is not None)
 
 
+def transform(logits: torch.Tensor, transforms: Sequence[Transform]) -> torch.Tensor:
+    """Apply final transformations to logits, in place."""
+    for kind, value in transforms:
+        if kind == "multiply":
+            logits.mul_(value)
+        elif kind == "divide":
+            logits.div_(value)
+        else:
+            logits.div_(value).tanh_().mul_(value)
+    return logits
+
+
+def transform_scale(transforms: Sequence[Transform]) -> float:
+    """By how much final transformations may enlarge a difference."""
+    scale = 1.0
+    for kind, value in transforms:
+        scale *= {"multiply": abs(value), "divide": 1 / abs(value), "softcap": 1.0}[kind]
+    return scale
+
+
 class Head:
     """Applies a model's head to hidden rows, canonically.
 
@@ -44,7 +72,8 @@ class Head:
         module: the model's output embedding (a linear layer, or any module that acts as one).
         transforms: the model's own final transformations, in order.
         vocab_size: columns of a row; further rows of the head's weight are never multiplied.
-        dtype: of hidden rows and logits.
+        dtype: of hidden rows and of the product.
+        rows_dtype: of the logits that `rows` gives, in which the transformations are made; None is ``dtype``.
 
     Attributes:
         sizes: rows of a product, largest first, whose rows have the same bits; empty when the module is
@@ -52,13 +81,21 @@ class Head:
     """
 
     def __init__(
-        self, module: nn.Module, *, transforms: tuple[Transform, ...], vocab_size: int, dtype: torch.dtype
+        self,
+        module: nn.Module,
+        *,
+        transforms: tuple[Transform, ...],
+        vocab_size: int,
+        dtype: torch.dtype,
+        rows_dtype: torch.dtype | None = None,
     ) -> None:
         self.module, self.transforms, self.vocab_size, self.dtype = module, transforms, vocab_size, dtype
+        self.rows_dtype = DTYPES[_name(rows_dtype or dtype)]
         weight: Any = getattr(module, "weight", None)
         self.plain = _is_linear(module) and not _hooked(module) and weight.device.type != "meta"
         self.device = _where(module, weight)
         self._packed: torch.Tensor | None = None
+        self._hash: tuple[tuple[int, ...], str] = ((), "")
         self.sizes = self._find_sizes() if self.plain else ()
 
     @property
@@ -81,13 +118,89 @@ class Head:
             hidden: input of the head, after the final norm.
             out: contiguous, on `device`, where the logits are written.
         """
-        hidden = hidden.to(self.device)
-        if self.plain:
-            self._product(hidden, out)
-        else:
-            out.copy_(self.module(hidden)[:, : self.vocab_size])
-        self._transform(out)
+        self._multiplied(hidden.to(self.device), out)
+        return transform(out, self.transforms)
+
+    @torch.no_grad()
+    def rows(self, hidden: NDArray[Any]) -> NDArray[Any]:
+        """Logits ``[rows, vocab_size]`` of host hidden rows ``[rows, hidden_size]``, on the host.
+
+        The bits are those of `project`, on one machine and library, when nothing was rounded.
+        """
+        out = np.empty((len(hidden), self.vocab_size), self.rows_dtype)
+        places = tensor_over(out)
+        step = self.sizes[0] if self.sizes else _SIZES[-1]
+        for a in range(0, len(hidden), step):
+            # A copy: PyTorch has no read-only tensors, and hidden rows are small.
+            part = tensor_over(np.array(hidden[a : a + step])).to(self.device, self.dtype)
+            place = places[a : a + step]
+            if place.dtype == self.dtype and self.device.type == "cpu":
+                self.project(part, place)
+                continue
+            product = self.empty(len(part))
+            self._multiplied(part, product)
+            place.copy_(transform(product.to(place.dtype), self.transforms))
         return out
+
+    def rounding_bound(self, hidden: torch.Tensor, dtype: torch.dtype) -> float:
+        """Bound of the difference that rounding hidden rows to a dtype makes to their logits.
+
+        A product of a rounded row differs by at most half a unit in the last place times the norms of the row
+        and of the weight's column (Cauchy-Schwarz); transformations scale it or make it smaller.
+        """
+        half_unit = torch.finfo(dtype).eps / 2
+        norms = float(hidden.float().norm(dim=1).max()) * float(self.weight.float().norm(dim=1).max())
+        return (half_unit + 64 * torch.finfo(self.dtype).eps) * norms * transform_scale(self.transforms)
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Changes when a weight is replaced or written to."""
+        found = []
+        for parameter in self.module.parameters():
+            version = 0 if parameter.is_inference() else parameter._version
+            found += [parameter.data_ptr(), version]
+        return tuple(found)
+
+    @property
+    def hash(self) -> str:
+        """XXH3 over weight, bias, transformations and dtypes."""
+        if self._hash[0] != self.state:
+            self._hash = (self.state, self._digest())
+        return self._hash[1]
+
+    def _digest(self) -> str:
+        digest = xxhash.xxh3_64(json.dumps(self.facts(), sort_keys=True).encode())
+        for array in self.arrays().values():
+            digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """``weight`` ``[vocab_size, hidden_size]`` and, where there is one, ``bias``, on the host."""
+        parts = {"weight": self.weight, "bias": self.bias}
+        return {name: host_array(part) for name, part in parts.items() if part is not None}
+
+    def facts(self) -> dict[str, Any]:
+        """What `from_arrays` needs beside the arrays, for JSON."""
+        return {
+            "transforms": [list(transform) for transform in self.transforms],
+            "rows_dtype": self.rows_dtype.name,
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]], facts: Mapping[str, Any]) -> Head:
+        """The head of `arrays` and `facts`; it computes on the CPU, over the same memory where it can be."""
+        weight = _parameter(arrays["weight"])
+        module = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in arrays, device="meta")
+        module.weight = weight
+        if "bias" in arrays:
+            module.bias = _parameter(arrays["bias"])
+        return cls(
+            module,
+            transforms=tuple((kind, float(value)) for kind, value in facts["transforms"]),
+            vocab_size=weight.shape[0],
+            dtype=weight.dtype,
+            rows_dtype=getattr(torch, facts["rows_dtype"]),
+        )
 
     def empty(self, rows: int) -> torch.Tensor:
         """Room for the logits of so many rows."""
@@ -135,6 +248,12 @@ class Head:
 
     # -- products --------------------------------------------------------------------------------------
 
+    def _multiplied(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+        if self.plain:
+            self._product(hidden, out)
+        else:
+            out.copy_(self.module(hidden)[:, : self.vocab_size])
+
     def _product(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         sizes = [size for size in self.sizes if size >= (_PLAIN_FROM if self.packed else 0)]
         first = 0
@@ -163,15 +282,6 @@ class Head:
             torch.mm(hidden, self.weight.t(), out=out)
         else:
             torch.addmm(self.bias, hidden, self.weight.t(), out=out)
-
-    def _transform(self, logits: torch.Tensor) -> None:
-        for kind, value in self.transforms:
-            if kind == "multiply":
-                logits.mul_(value)
-            elif kind == "divide":
-                logits.div_(value)
-            else:
-                logits.div_(value).tanh_().mul_(value)
 
     # -- bit stability ---------------------------------------------------------------------------------
 
@@ -212,6 +322,22 @@ class Head:
     def _probe(self, rows: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         return torch.randn(rows, self.weight.shape[1], generator=generator).to(self.device, self.dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def host_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """A tensor as a host array, bfloat16 as the ml_dtypes one; shared on a CPU."""
+    host = tensor.detach().cpu()
+    if host.dtype == torch.bfloat16:
+        return host.view(torch.int16).numpy().view(DTYPES["bfloat16"])
+    return np.asarray(host.numpy())
+
+
+def _parameter(array: NDArray[Any]) -> nn.Parameter:
+    return nn.Parameter(tensor_over(array), requires_grad=False)
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
