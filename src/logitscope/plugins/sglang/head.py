@@ -23,13 +23,11 @@ def find_head(scheduler: Any, *, rows_dtype: str) -> CapturedHead | str:
         module
         for module in scheduler.tp_worker.model_runner.model.modules()
         if isinstance(getattr(module, "logits_processor", None), LogitsProcessor)
-        and getattr(module, "lm_head", None) is not None
     ]
-    heads = {id(owner.lm_head): owner for owner in owners}
-    if len(heads) != 1:
-        return f"the model shows {len(heads)} heads"
-    owner = next(iter(heads.values()))
-    head, processor = owner.lm_head, owner.logits_processor
+    found = {id(head): (head, owner.logits_processor) for owner in owners for head in _heads(owner)}
+    if len(found) != 1:
+        return f"the model shows {len(found)} heads"
+    head, processor = next(iter(found.values()))
     why = _why_not(head)
     if why is not None:
         return why
@@ -65,6 +63,16 @@ def capture_mode(batch: Any, given: Any) -> Any:
 
     asked = [CaptureHiddenMode.LAST, batch.return_hidden_states_mode, get_server_return_hidden_states_mode()]
     return max([*asked, given] if given is not None else asked)
+
+
+def _heads(owner: Any) -> list[Any]:
+    """What may be a model's head: its ``lm_head``, else its embeddings, which some models multiply with."""
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    head = getattr(owner, "lm_head", None)
+    if head is not None:
+        return [head]
+    return [module for module in owner.modules() if isinstance(module, VocabParallelEmbedding)]
 
 
 def _why_not(head: Any) -> str | None:
