@@ -11,6 +11,7 @@ import pytest
 from cpu import bundled_model, open_sglang
 
 collect_ignore = ["stubs"]
+pytest_plugins = ["logitscope.testing.plugin"]
 Oracle = Callable[[Any], Any]
 DIFFERENCES: dict[str, float] = {}
 

@@ -15,6 +15,7 @@ import pytest
 from conftest import plain_forward
 from cpu import open_sglang
 
+import logitscope as ls
 from logitscope.testing import save_tiny
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -84,6 +85,25 @@ def test_hidden_rows_are_rebuilt_by_the_gathered_head(case: Any, close: Callable
     for answer in engine.generate(input_ids=ids, sampling_params=GREEDY, return_logits=asked):
         found = answer["meta_info"]["logits"]
         close(f"{name}, hidden rows", found, oracle(found.token_ids)[found.positions])
+
+
+def test_tokens_are_drawn_as_in_the_embedded_engine(case: Any, close: Callable[..., None]) -> None:
+    name, engine, oracle = case
+    ours = ls.open(engine, engine="sglang")
+    embedded = ls.open(engine.server_args.model_path)
+    random = np.random.default_rng(3)
+    prompts = [random.integers(4, 1001, n).tolist() for n in (60, 60, 5, 33, 60, 60, 17, 60, 60, 60)]
+    options: dict[str, Any] = {"temperature": 0.9, "top_k": 50, "repetition_penalty": 1.3, "seed": 5}
+    options |= {"max_new_tokens": 40, "ignore_eos": True, "return_logits": True, "processed": True}
+    found: Any = ours.generate(prompts, **options)
+    expected: Any = embedded.generate(prompts, **options)
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        close(f"{name}, draws", one.logits, oracle(one.logits.token_ids)[:-1])
+        chosen = one.processed.target_logit()
+        assert np.isfinite(chosen).all()
+        assert np.abs(chosen - other.processed.target_logit()).max() < 1e-3
+    ours.close()
 
 
 def test_a_preempted_request_has_every_row(case: Any, close: Callable[..., None]) -> None:

@@ -16,6 +16,9 @@ from logitscope.errors import OptionError, TokenIdError
 from logitscope.numerics import device
 from logitscope.rows import Sampling
 
+IDS, UNIFORMS = torch.int64, torch.float64
+"""Dtypes of a history of ids, and of the numbers that are drawn with."""
+
 
 def process(logits: Tensor, sampling: Sampling, history: Sequence[Tensor]) -> Tensor:
     """Logits just before the draw, a new float32 ``[batch, vocab]``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -107,6 +108,11 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def open(cls, model: Any) -> Self:
         """Open a model; each engine adds its own typed options."""
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """Names of the options that `open` takes."""
+        return [name for name in inspect.signature(cls.open).parameters if name != "model"]
 
     @abc.abstractmethod
     def _run(self, requests: Sequence[Request], buffer: Buffer | None) -> Stream:

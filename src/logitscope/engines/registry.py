@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -14,8 +13,10 @@ from logitscope.errors import MissingDependencyError, OptionError, UnsupportedEr
 ENTRY_POINT_GROUP = "logitscope.engines"
 _BUILT_IN = {
     "transformers": "logitscope.engines.transformers.engine:TransformersEngine",
+    "sglang": "logitscope.engines.sglang:SGLangEngine",
     "fake": "logitscope.engines.fake:FakeEngine",
 }
+_LISTED = 40
 _TRANSFORMERS_EXTRA = frozenset({"accelerate", "safetensors", "torch", "transformers"})
 
 
@@ -71,7 +72,7 @@ def open_engine(model: Any, *, engine: str | None = None, **options: Any) -> Eng
     Args:
         model: a bundled name (``"smollm2"``), a folder, a ``.gguf`` file, a hub name, or a loaded
             model object.
-        engine: ``"transformers"`` (the default) or another name of `engines`.
+        engine: ``"transformers"`` (the default), ``"sglang"``, or another name of `engines`.
         **options: the engine's own, typed options (see its ``open``); an unknown one is an error.
 
     Raises:
@@ -86,14 +87,16 @@ def open_engine(model: Any, *, engine: str | None = None, **options: Any) -> Eng
     if isinstance(model, str) and model.startswith(("http://", "https://")):
         raise UnsupportedError("no remote engine in this version", where="open", got=model)
     found = engine_class(engine or "transformers")
-    known = [name for name in inspect.signature(found.open).parameters if name != "model"]
+    known = found.option_names()
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise OptionError(
                 "unknown option",
                 where=f"open(engine={engine or 'transformers'!r})",
-                expected=f"one of {', '.join(known)}",
+                expected=f"one of {', '.join(known)}"
+                if len(known) <= _LISTED
+                else f"one of {len(known)} names",
                 got=name,
                 fix=f"Did you mean {near[0]}?" if near else None,
             )

@@ -8,6 +8,15 @@ from typing import Self
 from logitscope.logits import Logits
 from logitscope.logits.collect import Collected
 from logitscope.rows import FinishReason, Ids, Request
+from logitscope.tokenizer import Tokenizer
+
+
+def generated_text(tokenizer: Tokenizer | None, generated_ids: Ids, stop: str | int | None) -> str | None:
+    """Text of generated ids, trimmed at what ended them; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    text = tokenizer.decode(generated_ids[:-1] if isinstance(stop, int) else generated_ids)
+    return text.split(stop, 1)[0] if isinstance(stop, str) else text
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

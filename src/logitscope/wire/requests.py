@@ -23,12 +23,10 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Request))
 def request_to_json(request: Request) -> dict[str, Any]:
     """A request as an object that ``json`` takes; `request_from_json` reads it."""
     fields = {name: getattr(request, name) for name in _FIELDS}
-    sampling = dataclasses.asdict(request.sampling)
-    sampling["logit_bias"] = [[int(i), float(b)] for i, b in sampling["logit_bias"].items()]
     return {
         **fields,
         "token_ids": request.token_ids.tolist(),
-        "sampling": sampling,
+        "sampling": sampling_to_json(request.sampling),
         "select": None if request.select is None else select_to_json(request.select),
         **{name: list(fields[name]) for name in _TUPLES},
     }
@@ -42,15 +40,30 @@ def request_from_json(given: Mapping[str, Any]) -> Request:
     """
     fields = dict(known(given, _FIELDS, "request"))
     if "sampling" in fields:
-        names = tuple(field.name for field in dataclasses.fields(Sampling))
-        sampling = dict(known(fields["sampling"], names, "sampling"))
-        sampling["logit_bias"] = {int(i): float(b) for i, b in sampling.get("logit_bias", ())}
-        fields["sampling"] = Sampling(**sampling)
+        fields["sampling"] = sampling_from_json(fields["sampling"])
     if "select" in fields:
         fields["select"] = None if fields["select"] is None else select_from_json(fields["select"])
     fields |= {name: tuple(fields[name]) for name in _TUPLES if name in fields}
     fields["token_ids"] = np.asarray(fields["token_ids"], dtype=np.int32)
     return Request(**fields)
+
+
+def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
+    """How the next token is chosen, as a JSON object; biases are pairs of id and bias."""
+    fields = dataclasses.asdict(sampling)
+    fields["logit_bias"] = [[int(i), float(b)] for i, b in sampling.logit_bias.items()]
+    return fields
+
+
+def sampling_from_json(given: Any) -> Sampling:
+    """What such an object describes.
+
+    Raises:
+        OptionError: an unknown name, or a value outside its range.
+    """
+    fields = dict(known(given, tuple(field.name for field in dataclasses.fields(Sampling)), "sampling"))
+    fields["logit_bias"] = {int(i): float(b) for i, b in fields.get("logit_bias", ())}
+    return Sampling(**fields)
 
 
 def select_to_json(select: Select) -> dict[str, Any]:

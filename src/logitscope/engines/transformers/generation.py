@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from logitscope import sampling
+from logitscope.engines.results import generated_text
 from logitscope.engines.transformers.cache import join
 from logitscope.engines.transformers.model import Output, Product, RowChunk, fingerprint, pad
 from logitscope.engines.transformers.scoring import attach, plan, select_rows
@@ -328,7 +329,7 @@ class _Batch:
             processed_rows=s.processed.rows,
             finish_reason=reason,
             stop=stop,
-            text=self._text(s, stop),
+            text=generated_text(self.work.tokenizer, s.generated, stop),
             seed=s.seed,
         )
 
@@ -348,9 +349,3 @@ class _Batch:
                 attach(pending, s.request, part.out, part.out_row, positions - part.first)
                 yield pending
         s.parts.clear()
-
-    def _text(self, s: _Live, stop: str | int | None) -> str | None:
-        if self.work.tokenizer is None:
-            return None
-        text = self.work.tokenizer.decode(s.generated[:-1] if isinstance(stop, int) else s.generated)
-        return text.split(stop, 1)[0] if isinstance(stop, str) else text

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from logitscope.encodings import encoding
 from logitscope.errors import OptionError
-from logitscope.rows import Request, Select
+from logitscope.rows import Request, Sampling, Select
 from logitscope.wire import select_from_json, select_to_json, summary_from_json
-from logitscope.wire.requests import known
+from logitscope.wire.requests import known, sampling_from_json, sampling_to_json
+
+_USERS = ("select", "encode", "summary")
+_OWN = ("sampling", "processed", "sample_index", "only_stop_ids")
 
 KEY = "logitscope"
 """Under which options and tickets travel in the engine's own fields."""
@@ -27,11 +30,39 @@ class Options:
         select: rows and columns.
         encode: the value format; None is the dtype that the engine gives.
         summary: per-row summaries that ride beside the rows.
+        sampling: how tokens are chosen by logitscope itself; None leaves that to the engine.
+        processed: whether the rows that it chose from are kept, too.
+        sample_index: which sample of its prompt this is, for the draw.
+        only_stop_ids: whether nothing but the request's own stop ids and strings may end it.
     """
 
-    select: Select = dataclasses.field(default_factory=Select)
+    select: Select | None = dataclasses.field(default_factory=Select)
     encode: str | None = None
     summary: tuple[str, ...] = ()
+    sampling: Sampling | None = None
+    processed: bool = False
+    sample_index: int = 0
+    only_stop_ids: bool = False
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """What keeps the rows of a request, and chooses its tokens as it says."""
+        sampling = request.sampling
+        own = bool(request.max_new_tokens) and (not sampling.plain or request.processed)
+        return cls(
+            request.select,
+            request.encode,
+            request.summary,
+            sampling if own else None,
+            request.processed,
+            request.sample_index,
+            only_stop_ids=sampling.ignore_eos and bool(sampling.stop_token_ids),
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether the engine alone does all that is asked."""
+        return self.select is None and self.sampling is None and not self.only_stop_ids
 
     def request(self, token_ids: Sequence[int], max_new_tokens: int) -> Request:
         """The request for these options."""
@@ -41,13 +72,24 @@ class Options:
             select=self.select,
             encode=self.encode,
             summary=self.summary,
+            sampling=self.sampling or Sampling(),
+            processed=self.processed,
+            sample_index=self.sample_index,
         )
 
     def message(self) -> str:
         """As a string, which every engine carries along; `read_options` reads it."""
-        return json.dumps(
-            {"select": select_to_json(self.select), "encode": self.encode, "summary": list(self.summary)}
-        )
+        fields: dict[str, Any] = {
+            "select": None if self.select is None else select_to_json(self.select),
+            "encode": self.encode,
+            "summary": list(self.summary),
+        }
+        if self.sampling is not None:
+            fields["sampling"] = sampling_to_json(self.sampling)
+            fields |= {"processed": self.processed, "sample_index": self.sample_index}
+        if self.only_stop_ids:
+            fields["only_stop_ids"] = True
+        return json.dumps(fields)
 
 
 def read_options(given: Any) -> Options | None:
@@ -74,6 +116,7 @@ def read_options(given: Any) -> Options | None:
         return Options() if given else None
     if isinstance(given, Options):
         return given
+    users = not isinstance(given, str)
     if isinstance(given, str):
         given = _parsed(given)
     if not isinstance(given, Mapping):
@@ -83,12 +126,17 @@ def read_options(given: Any) -> Options | None:
             expected="true, or select, encode, summary",
             got=repr(given),
         )
-    fields = known(given, ("select", "encode", "summary"), "return_logits")
-    select = fields.get("select") or Select()
+    fields = known(given, _USERS if users else (*_USERS, *_OWN), "return_logits")
+    select = fields.get("select") or (Select() if users else None)
+    sampling = fields.get("sampling")
     options = Options(
-        select if isinstance(select, Select) else select_from_json(select),
+        select if select is None or isinstance(select, Select) else select_from_json(select),
         fields.get("encode"),
         summary_from_json(fields.get("summary")),
+        None if sampling is None else sampling_from_json(sampling),
+        fields.get("processed", False),
+        fields.get("sample_index", 0),
+        fields.get("only_stop_ids", False),
     )
     if options.encode is not None:
         encoding(options.encode)

@@ -27,6 +27,7 @@ from logitscope.rows import (
     Identity,
     Ids,
     Request,
+    Stage,
     Verification,
     Vocabulary,
     row_count,
@@ -115,25 +116,30 @@ class RequestRows:
         pool: of shared memory.
         identity: of the engine.
         head: that hidden rows are compared with; None when none are asked for.
+        stage: of the rows; ``processed`` ones are those of generated tokens only.
 
     Attributes:
         error: why there will be no rows; None while all is well.
-        warning: what the user is told beside the rows.
         last: position of the newest row that the engine computed.
     """
 
     def __init__(
-        self, request: Request, pool: Pool, *, identity: Identity, head: CapturedHead | None = None
+        self,
+        request: Request,
+        pool: Pool,
+        *,
+        identity: Identity,
+        head: CapturedHead | None = None,
+        stage: Stage = "raw",
     ) -> None:
-        self.request, self.head, self.last = request, head, -1
+        self.request, self.head, self.stage, self.last = request, head, stage, -1
         self.error: str | None = None
-        self.warning: str | None = None
         self._pool = pool
-        self._wanted = _wanted(request)
+        self._wanted = _wanted(request, stage)
         self._filled = np.zeros(len(self._wanted), dtype=bool)
         # Ids that the rows were computed to score; at the end they must be those that were given out.
         self._scored: Ids = np.full(len(self._wanted), -1, np.int32)
-        self._extractor = Extractor(request, 0, identity=identity, buffer=lambda *_: self._room)
+        self._extractor = Extractor(request, 0, identity=identity, stage=stage, buffer=lambda *_: self._room)
         row = self._extractor.format
         self._layout = Layout(
             rows=len(self._wanted),
@@ -172,9 +178,13 @@ class RequestRows:
         scored = targets(self.request.token_ids, positions)
         self._put(wanted, logits, positions - first, scored, hidden)
 
+    def generates(self, position: int) -> bool:
+        """Whether this row scores a generated token."""
+        return position >= self._first_generated
+
     def wants(self, position: int) -> bool:
         """Whether this row of a generated token is kept."""
-        if position < self._first_generated:
+        if not self.generates(position):
             return False
         at = int(np.searchsorted(self._wanted, position))
         return at < len(self._wanted) and int(self._wanted[at]) == position
@@ -230,6 +240,7 @@ class RequestRows:
             "tokens": len(token_ids),
             "prompt_length": request.prompt_length,
             "encode": request.encode,
+            "stage": self.stage,
             "head": None if self.head is None else (self.head.token, self.head.serial),
             "verification": None
             if self.head is None
@@ -297,7 +308,7 @@ class RequestRows:
         """Places of the rows that are due: of the whole sequence at its end, else those not given yet."""
         length, select = self.request.prompt_length, self.request.select
         assert select is not None
-        if ended and select.from_the_end:
+        if ended and select.from_the_end:  # which processed rows never are
             due = select.rows(prompt_length=length, new_tokens=new, ended_early=True)
             return np.searchsorted(self._wanted, due)
         known = 0 if select.from_the_end else row_count(length, new)
@@ -373,6 +384,7 @@ def received(
         identity=identity,
         summary={name: arrays[name] for name in layout.names},
         encoding=ticket["encode"],
+        stage=ticket["stage"],
         vocabulary=vocabulary,
         verification=None if ticket["verification"] is None else Verification(*ticket["verification"]),
     )
@@ -390,13 +402,15 @@ def _rows_at(rows: Any, places: NDArray[np.int64]) -> Any:
     return rows[places[0] : places[-1] + 1] if consecutive else rows[places.tolist()]
 
 
-def _wanted(request: Request) -> NDArray[np.int64]:
+def _wanted(request: Request, stage: Stage) -> NDArray[np.int64]:
     """Every row that may be kept: what counts from the end of a generation is known only there."""
     length, new, select = request.prompt_length, request.max_new_tokens, request.select
-    assert select is not None
+    if select is None:
+        return np.empty(0, np.int64)
     if new and select.from_the_end:
         return np.arange(row_count(length, new), dtype=np.int64)
-    return select.rows(prompt_length=length, new_tokens=new)
+    rows = select.rows(prompt_length=length, new_tokens=new)
+    return rows if stage == "raw" else rows[rows >= length - 1]
 
 
 def _abandon(segment: Segment, use: int) -> None:

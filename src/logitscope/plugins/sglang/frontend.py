@@ -33,6 +33,9 @@ from logitscope.wire.results import logits_to_json
 RESULT = "logits"
 """Under which a request's `Logits` lie in ``meta_info``."""
 
+PROCESSED = "processed_logits"
+"""Under which those rows lie that logitscope itself chose tokens from."""
+
 FORM = f"{KEY}_form"
 """In which form they lie there: ``"json"``, where that is what is sent on."""
 
@@ -126,6 +129,8 @@ def receive(
     except Exception as error:  # noqa: BLE001 - whatever it is, other requests go on
         found = shown = RowsError(f"{type(error).__name__}: {error}", where="return_logits")
     state.logitscope, meta_info[RESULT] = found, shown
+    if "processed" in ticket:
+        meta_info[PROCESSED] = _received(self, {**ticket, **ticket["processed"]})
 
 
 def _as_json(found: Logits | LogitscopeError) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from logitscope.errors import LogitscopeError, UnsupportedError
+from logitscope.plugins.common.draw import Draw
 from logitscope.plugins.common.heads import CapturedHead
 from logitscope.plugins.common.options import KEY, read_options
 from logitscope.plugins.common.rows import RequestRows
@@ -48,13 +49,69 @@ _place: _Place | None = None
 
 
 @dataclasses.dataclass
+class _Asked:
+    """What a request of SGLang carries as ``req.logitscope``.
+
+    Attributes:
+        rows: that are kept.
+        draw: chooses its tokens; None leaves that to SGLang.
+        processed: the rows that were drawn from, when asked.
+        warning: what the user is told beside the rows.
+        silent: whether only the plugin asked for log-probabilities.
+    """
+
+    rows: RequestRows
+    draw: Draw | None = None
+    processed: RequestRows | None = None
+    warning: str | None = None
+    silent: bool = False
+
+    def guarded(self, step: Callable[..., None], *args: Any) -> None:
+        """What goes wrong with a request's rows is its own error, and not the end of SGLang's loop."""
+        if self.rows.error is not None:
+            return
+        try:
+            step(*args)
+        except Exception as error:  # noqa: BLE001 - whatever it is, other requests go on
+            self.drop()
+            self.rows.fail(error)
+
+    def drop(self) -> None:
+        """Give back what was taken."""
+        self.rows.drop()
+        if self.processed is not None:
+            self.processed.drop()
+
+
+@dataclasses.dataclass
+class _Sampled:
+    """The row that scores a token which is not known yet, and what goes with it."""
+
+    place: int
+    asked: _Asked
+    position: int
+    row: Any = None
+    hidden: Any = None
+    processed: Any = None
+
+    def known(self, token_id: Any) -> None:
+        """Keep the row; the id is a tensor ``[1]``."""
+        rows, processed = self.asked.rows, self.asked.processed
+        if rows.wants(self.position):
+            rows.put_generated(self.row, self.position, token_id, self.hidden)
+        if processed is not None and processed.wants(self.position):
+            processed.put_generated(self.processed, self.position, token_id)
+
+
+@dataclasses.dataclass
 class _Forward:
     """One forward: whose rows are wanted, and the rows that wait for their sampled tokens."""
 
     batch: Any
-    asking: list[tuple[int, RequestRows]]
+    asking: list[tuple[int, _Asked]]
+    own: bool
     read: dict[int, int] = dataclasses.field(default_factory=dict)
-    sampled: list[tuple[int, RequestRows, int, Any, Any]] = dataclasses.field(default_factory=list)
+    sampled: list[_Sampled] = dataclasses.field(default_factory=list)
 
     def prompt(self, logits: Any, hidden: Any, owners: Sequence[int]) -> None:
         """Rows ``[rows, vocab]`` that score prompt tokens, and the head's input for them.
@@ -62,7 +119,7 @@ class _Forward:
         ``owners`` are places in the batch, ascending.
         """
         asking, first = dict(self.asking), 0
-        while first < len(owners):
+        while self.own and first < len(owners):
             owner = owners[first]
             last = first + owners[first:].count(owner)
             done = self.read.get(owner, 0)
@@ -70,49 +127,54 @@ class _Forward:
             if owner in asking:
                 start = min(self.batch.extend_logprob_start_lens[owner], self.batch.extend_lens[owner] - 1)
                 position = self.batch.prefix_lens[owner] + start + done
-                rows = asking[owner]
-                _guarded(rows, rows.put_prompt, logits[first:last], position, hidden[first:last])
+                put = asking[owner].rows.put_prompt
+                asking[owner].guarded(put, logits[first:last], position, hidden[first:last])
             first = last
 
     @property
     def hidden(self) -> bool:
         """Whether somebody asks for hidden rows."""
-        return any(rows.head is not None for _, rows in self.asking)
+        return any(asked.rows.head is not None for _, asked in self.asking)
 
     def before_sampling(self, forward_batch: Any, logits: Any, hidden: Any) -> None:
-        """Copy the rows that score the next tokens: the sampler works in place."""
+        """Copy the rows that score the next tokens, and choose tokens: the sampler works in place."""
         extend = forward_batch.forward_mode.is_extend()
         chosen = []
-        for i, rows in self.asking:
+        for i, asked in self.asking:
+            rows = asked.rows
             rows.last = self.batch.prefix_lens[i] + self.batch.extend_lens[i] - 1 if extend else rows.last + 1
-            if rows.error is None and rows.wants(rows.last):
-                chosen.append((i, rows, rows.last))
+            if rows.error is None and (rows.wants(rows.last) or (asked.draw and rows.generates(rows.last))):
+                chosen.append(_Sampled(i, asked, rows.last))
         if not chosen:
             return
-        places = [i for i, _, _ in chosen]
+        places = [sampled.place for sampled in chosen]
         copy = logits[places]  # an index makes a copy
-        states: list[Any] = [None] * len(chosen)
-        if self.hidden and hidden is not None:
+        for n, sampled in enumerate(chosen):
+            sampled.row = copy[n : n + 1]
+        if self.own and self.hidden and hidden is not None:
             if len(hidden) != len(logits):  # every token's, because another request or the server asks so
                 places = [sum(self.batch.extend_lens[: i + 1]) - 1 for i in places]
-            states = list(hidden[places].split(1))
-        self.sampled = [(*entry, copy[n : n + 1], states[n]) for n, entry in enumerate(chosen)]
+            for sampled, row in zip(chosen, hidden[places].split(1), strict=True):
+                sampled.hidden = row
+        for sampled in chosen:
+            if sampled.asked.draw is not None:
+                sampled.asked.guarded(_choose, sampled, logits)
+        self.sampled = chosen if self.own else []
 
     def sampled_now(self, token_ids: Any) -> None:
         """The tokens ``[batch]`` are known."""
-        for i, rows, position, row, hidden in self.sampled:
-            _guarded(rows, rows.put_generated, row, position, token_ids[i : i + 1], hidden)
+        for sampled in self.sampled:
+            sampled.asked.guarded(sampled.known, token_ids[sampled.place : sampled.place + 1])
         self.sampled = []
 
 
-def _guarded(rows: RequestRows, step: Callable[..., None], *args: Any) -> None:
-    """What goes wrong with a request's rows is the request's error, and not the end of SGLang's loop."""
-    if rows.error is not None:
-        return
-    try:
-        step(*args)
-    except Exception as error:  # noqa: BLE001 - whatever it is, other requests go on
-        rows.fail(error)
+def _choose(sampled: _Sampled, logits: Any) -> None:
+    """Choose a token and leave the sampler no other."""
+    assert sampled.asked.draw is not None
+    chosen, sampled.processed = sampled.asked.draw.choose(sampled.row, sampled.position)
+    row = logits[sampled.place]
+    row.fill_(-float("inf"))
+    row.scatter_(0, chosen.clamp(min=0), 0.0)
 
 
 # -- hooks ---------------------------------------------------------------------------------------------
@@ -132,23 +194,48 @@ def create_request(original: Callable[..., Any], self: Any, recv_req: Any, *args
         assert options is not None
         most = self.max_req_len - len(recv_req.input_ids) - 1
         new = most if params.max_new_tokens is None else min(params.max_new_tokens, most)
-        request, head, why = _with_head(place, options.request(recv_req.input_ids, max(new, 0)), recv_req.rid)
-        rows = RequestRows(request, place.pool, identity=place.identity, head=head)
-        rows.warning = why
+        asked = _asked(place, options.request(recv_req.input_ids, max(new, 0)), recv_req.rid)
+        if options.sampling is not None:
+            asked.draw = Draw(asked.rows.request)
     except LogitscopeError as error:
         req = original(self, recv_req, *args, **kwargs)
         req.set_finish_with_abort(f"return_logits: {error}")
         return req
     silent = not kwargs["return_logprob"]
-    first = rows.first_prompt_row
+    first = asked.rows.first_prompt_row
     if first is not None:
-        asked = recv_req.logprob_start_len
+        start = recv_req.logprob_start_len
         kwargs["return_logprob"] = recv_req.return_logprob = True
-        recv_req.logprob_start_len = first if silent or asked < 0 else min(first, asked)
+        recv_req.logprob_start_len = first if silent or start < 0 else min(first, start)
+        asked.silent = silent
     req = original(self, recv_req, *args, **kwargs)
-    req.logitscope = rows
-    req.logitscope_silent = silent and first is not None
+    req.logitscope = asked
+    if options.only_stop_ids:
+        req.eos_token_ids = None
+        req.tokenizer = None if req.tokenizer is None else _Endless(req.tokenizer)
     return req
+
+
+class _Endless:
+    """A tokenizer that names no end of sequence: SGLang's ``ignore_eos`` ignores stop ids, too."""
+
+    eos_token_id = None
+    additional_stop_token_ids = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+def _asked(place: _Place, request: Request, rid: str) -> _Asked:
+    request, head, why = _with_head(place, request, rid)
+    rows = RequestRows(request, place.pool, identity=place.identity, head=head)
+    processed = None
+    if request.processed and request.select is not None:
+        processed = RequestRows(request, place.pool, identity=place.identity, stage="processed")
+    return _Asked(rows, processed=processed, warning=why)
 
 
 def _with_head(place: _Place, request: Request, rid: str) -> tuple[Request, CapturedHead | None, str | None]:
@@ -164,12 +251,12 @@ def _with_head(place: _Place, request: Request, rid: str) -> tuple[Request, Capt
 def forward_batch(original: Callable[..., Any], self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``TpModelWorker.forward_batch_generation``: rows are read while it runs, tokens after it."""
     place = _place
-    if place is None or not place.own or batch is None:
+    if place is None or batch is None:
         return original(self, batch, *args, **kwargs)
     asking = [(i, req.logitscope) for i, req in enumerate(batch.reqs) if hasattr(req, "logitscope")]
     if not asking:
         return original(self, batch, *args, **kwargs)
-    forward = place.forward = _Forward(batch, asking)
+    forward = place.forward = _Forward(batch, asking, place.own)
     if forward.hidden:
         kwargs["capture_hidden_mode"] = capture_mode(batch, kwargs.get("capture_hidden_mode"))
     try:
@@ -236,7 +323,8 @@ def _streamer(base: type) -> type:
 
         def stream_output(self, reqs: Any, return_logprob: bool, skip_req: Any = None) -> None:
             for req in reqs:
-                if getattr(req, "logitscope_silent", False):
+                asked = getattr(req, "logitscope", None)
+                if asked is not None and asked.silent:
                     _silence(req)
             super().stream_output(reqs, return_logprob, skip_req)
 
@@ -251,22 +339,33 @@ def _streamer(base: type) -> type:
 
 def _ticket(req: Any) -> dict[str, Any] | None:
     """What a request's user gets now: rows, an error, or nothing yet."""
-    rows: RequestRows | None = getattr(req, "logitscope", None)
+    asked: _Asked | None = getattr(req, "logitscope", None)
     place = _place
-    if rows is None or place is None or not place.own:
+    if asked is None or place is None or not place.own:
         return None
     ended = req.finished()
     if ended and req.finished_reason.to_json()["type"] == "abort":
-        rows.drop()
+        asked.drop()
         return None
-    if rows.error is None and (ended or req.stream):
-        try:
-            new = req.output_ids_through_stop if rows.request.max_new_tokens else ()
-            ticket = rows.ticket(list(new), ended=ended)
-            return {**ticket, "identity": dataclasses.asdict(place.identity), "warning": rows.warning}
-        except Exception as error:  # noqa: BLE001 - as in _guarded
-            rows.fail(error)
-    return {"error": rows.error} if rows.error and (ended or req.stream) else None
+    if not (ended or req.stream):
+        return None
+    ticket: dict[str, Any] = {}
+    asked.guarded(_fill, ticket, asked, req, ended)
+    if asked.rows.error is not None:
+        return {"error": asked.rows.error}
+    if not ticket:
+        return None
+    return {**ticket, "identity": dataclasses.asdict(place.identity), "warning": asked.warning}
+
+
+def _fill(ticket: dict[str, Any], asked: _Asked, req: Any, ended: bool) -> None:
+    new = list(req.output_ids_through_stop) if asked.rows.request.max_new_tokens else []
+    if asked.draw is not None:
+        asked.draw.check()
+    if asked.rows.request.select is not None:
+        ticket.update(asked.rows.ticket(new, ended=ended))
+    if asked.processed is not None:
+        ticket["processed"] = asked.processed.ticket(new, ended=ended)
 
 
 def _silence(req: Any) -> None:
