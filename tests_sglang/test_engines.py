@@ -119,6 +119,23 @@ def test_a_preempted_request_has_every_row(case: Any, close: Callable[..., None]
         close(f"{name}, preemption", found, oracle(found.token_ids)[:-1])
 
 
+def test_hidden_rows_of_a_model_in_bfloat16(tmp_path: pathlib.Path) -> None:
+    folder = str(save_tiny(tmp_path / "tiny", "llama", dtype="bfloat16"))
+    engine = open_sglang(folder, skip_tokenizer_init=True, max_total_tokens=2048, dtype="bfloat16")
+    ids = np.random.default_rng(4).integers(4, 1001, 40).tolist()
+    for asked in ({"max_new_tokens": 0}, GREEDY):
+        plain, kept = (
+            engine.generate(input_ids=ids, sampling_params=asked, return_logits=how)["meta_info"]["logits"]
+            for how in (True, {"encode": "hidden"})
+        )
+        assert (plain.model_dtype, kept.values.hidden.dtype.name) == ("float32", "bfloat16")
+        assert kept.nbytes * 30 < plain.nbytes * 2
+        assert kept.verification.max_abs_difference <= kept.verification.bound
+        assert np.abs(np.asarray(kept) - np.asarray(plain)).max() <= kept.verification.bound
+        assert (np.asarray(kept).dtype, kept.token_ids.tolist()) == (np.float32, plain.token_ids.tolist())
+    engine.shutdown()
+
+
 PROGRAM = """
 import os, sys
 sys.path.insert(0, {here!r})

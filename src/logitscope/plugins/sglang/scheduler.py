@@ -143,7 +143,8 @@ class _Forward:
         for i, asked in self.asking:
             rows = asked.rows
             rows.last = self.batch.prefix_lens[i] + self.batch.extend_lens[i] - 1 if extend else rows.last + 1
-            if rows.error is None and (rows.wants(rows.last) or (asked.draw and rows.generates(rows.last))):
+            kept = self.own and rows.wants(rows.last)
+            if rows.error is None and (kept or (asked.draw and rows.generates(rows.last))):
                 chosen.append(_Sampled(i, asked, rows.last))
         if not chosen:
             return
