@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import importlib.util
 import json
 import pathlib
 import sys
@@ -15,13 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import VOCAB, Words, identity
 
-from logitscope import Select
-from logitscope.errors import IncompleteError, NonFiniteError, OptionError, SelectError
+import logitscope as ls
+from logitscope import Select, sampling
+from logitscope.errors import (
+    IncompleteError,
+    MissingDependencyError,
+    NonFiniteError,
+    OptionError,
+    SelectError,
+)
 from logitscope.logits import Logits
 from logitscope.plugins.common.check import Hook, problems, resolve
+from logitscope.plugins.common.draw import Draw
 from logitscope.plugins.common.options import Options, read_options
 from logitscope.plugins.common.rows import RequestRows, received
-from logitscope.rows import SUMMARIES, row_count
+from logitscope.rows import SUMMARIES, Request, Sampling, row_count
 from logitscope.testing import assert_same_bits
 from logitscope.wire import Pool, shared
 
@@ -237,3 +247,89 @@ def test_rows_and_positions_agree_with_the_contract() -> None:
     found = run.result()
     assert len(found) == row_count(4, 3)
     assert len(found.generated) == 3
+
+
+# -- tokens that logitscope chooses inside a foreign engine -----------------------------------------------
+
+
+def _drawn(**sampling: Any) -> Request:
+    ids = np.array([3, 1, 4, 1, 5], np.int32)
+    return Request(ids, max_new_tokens=6, sampling=Sampling(**sampling), sample_index=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.9, "seed": 3},
+        {"temperature": 1.5, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.4, "seed": 9},
+        {"repetition_penalty": 1.7},
+        {"logit_bias": {2: 3.0}},
+    ],
+    ids=str,
+)
+def test_draws_are_those_of_a_plain_loop(options: dict[str, Any]) -> None:
+    request = _drawn(**options)
+    rows = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+    history, expected, processed = request.token_ids.tolist(), [], []
+    uniforms = sampling.uniform_stream(request.sampling.seed or 0, 2)
+    for row in rows.split(1):
+        after = sampling.process(row, request.sampling, [torch.tensor(history)])
+        drawn = None if request.sampling.greedy else torch.tensor([next(uniforms)], dtype=torch.float64)
+        expected.append(int(sampling.choose(after, request.sampling, drawn)))
+        history.append(expected[-1])
+        processed.append(after)
+    draw = Draw(request)
+    found = [draw.choose(row, 4 + step) for step, row in enumerate(rows.split(1))]
+    assert [int(token) for token, _ in found] == expected
+    assert torch.equal(torch.cat([after for _, after in found]), torch.cat(processed))
+    for step in (2, 5, 3):  # as after preemption, or ahead of the schedule
+        assert int(draw.choose(rows[step : step + 1], 4 + step)[0]) == expected[step]
+    draw.choose(rows[:1], 10)  # one step too many changes nothing
+    draw.check()
+    assert int(draw.choose(rows[3:4], 7)[0]) == expected[3]
+
+
+def test_a_row_that_leaves_no_token_is_an_error() -> None:
+    draw = Draw(_drawn(logit_bias=dict.fromkeys(range(VOCAB), -float("inf"))))
+    draw.choose(torch.zeros(1, VOCAB), 4)
+    with pytest.raises(OptionError, match=r"position 4: no token is left to choose"):
+        draw.check()
+    draw.check()
+
+
+def test_what_an_engine_asks_for_travels_whole() -> None:
+    given = Request(
+        np.array([1, 2], np.int32),
+        max_new_tokens=3,
+        sampling=Sampling(
+            temperature=0.5, seed=2**62, logit_bias={7: -float("inf")}, stop=("a",), stop_token_ids=(3,)
+        ),
+        select=Select([0, -1]),
+        encode="float16",
+        summary=("max",),
+        sample_index=4,
+    )
+    options = Options.of(given)
+    found = read_options(options.message())
+    assert found == options
+    again = found.request(given.token_ids, 3)  # type: ignore[union-attr]
+    for name in ("sampling", "select", "encode", "summary", "sample_index", "max_new_tokens"):
+        assert getattr(again, name) == getattr(given, name), name
+    tokens = Request(given.token_ids, max_new_tokens=3, select=None)
+    assert Options.of(tokens).idle
+    kept = dataclasses.replace(tokens, sampling=Sampling(stop_token_ids=(3,), ignore_eos=True))
+    assert Options.of(kept).only_stop_ids
+    assert not Options.of(kept).idle
+
+
+@pytest.mark.parametrize("name", ["sampling", "processed", "only_stop_ids"])
+def test_users_do_not_ask_for_what_engines_ask_for(name: str) -> None:
+    with pytest.raises(OptionError, match=name):
+        read_options({name: True})
+
+
+def test_the_sglang_engine_says_what_is_missing() -> None:
+    if importlib.util.find_spec("sglang") is not None:
+        pytest.skip("SGLang is installed here")
+    with pytest.raises(MissingDependencyError, match="sglang is not installed"):
+        ls.open("x", engine="sglang")
