@@ -294,7 +294,6 @@ def test_a_row_that_leaves_no_token_is_an_error() -> None:
     draw.choose(torch.zeros(1, VOCAB), 4)
     with pytest.raises(OptionError, match=r"position 4: no token is left to choose"):
         draw.check()
-    draw.check()
 
 
 def test_what_an_engine_asks_for_travels_whole() -> None:
