@@ -143,12 +143,12 @@ class Extractor:
     def _empty_like(self, rows: torch.Tensor) -> torch.Tensor:
         assert self.format is not None
         dtype = getattr(torch, self.format.dtype.name)
-        return torch.empty(rows.shape, dtype=dtype, device=rows.device)
+        return torch.empty((len(rows), self.format.width), dtype=dtype, device=rows.device)
 
     def _encoded(self, rows: torch.Tensor, out: torch.Tensor, pending: PendingBlock) -> torch.Tensor:
-        overflow = self.encoding.encode(rows, out)
-        if overflow is not None:
-            self._check(pending, overflow, self._overflow)
+        misfit = self.encoding.encode(rows, out)
+        if misfit is not None:
+            self._check(pending, misfit, self._misfit)
         return out
 
     def _array(self, block: RowBlock) -> NDArray[Any]:
@@ -170,11 +170,11 @@ class Extractor:
 
         pending.steps.append(check)
 
-    def _overflow(self, where: str) -> LogitscopeError:
+    def _misfit(self, where: str) -> EncodingError:
         return EncodingError(
             f"values do not fit {self.encoding.name}",
             where=where,
-            expected="at most 65504 in absolute value",
+            expected=self.encoding.expected,
             fix="Use encode='hidden'." if self.encoding.of_hidden else "Use encode='bfloat16' or 'float32'.",
         )
 

@@ -122,11 +122,14 @@ class Head:
         return transform(out, self.transforms)
 
     @torch.no_grad()
-    def rows(self, hidden: NDArray[Any]) -> NDArray[Any]:
+    def rows(self, hidden: NDArray[Any], ids: NDArray[Any] | None = None) -> NDArray[Any]:
         """Logits ``[rows, vocab_size]`` of host hidden rows ``[rows, hidden_size]``, on the host.
 
-        The bits are those of `project`, on one machine and library, when nothing was rounded.
+        The bits are those of `project`, on one machine and library, when nothing was rounded. With ``ids``
+        only those columns are multiplied, ``[rows, len(ids)]``, by another product: last bits may differ.
         """
+        if ids is not None:
+            return self._columns(hidden, np.asarray(ids, np.int64))
         out = np.empty((len(hidden), self.vocab_size), self.rows_dtype)
         places = tensor_over(out)
         step = self.sizes[0] if self.sizes else _SIZES[-1]
@@ -151,6 +154,17 @@ class Head:
         half_unit = torch.finfo(dtype).eps / 2
         norms = float(hidden.float().norm(dim=1).max()) * float(self.weight.float().norm(dim=1).max())
         return (half_unit + 64 * torch.finfo(self.dtype).eps) * norms * transform_scale(self.transforms)
+
+    def _columns(self, hidden: NDArray[Any], ids: NDArray[np.int64]) -> NDArray[Any]:
+        part = tensor_over(np.array(hidden)).to(self.device, self.dtype)
+        if not self.plain:
+            whole = self.module(part)[:, : self.vocab_size]
+            product = whole[:, torch.from_numpy(ids).to(self.device)]
+        else:
+            chosen = torch.from_numpy(ids).to(self.device)
+            bias = None if self.bias is None else self.bias[chosen]
+            product = nn.functional.linear(part, self.weight[chosen], bias)
+        return host_array(transform(product.to(getattr(torch, self.rows_dtype.name)), self.transforms))
 
     @property
     def state(self) -> tuple[int, ...]:

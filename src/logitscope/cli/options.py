@@ -30,6 +30,9 @@ class EncodingName(enum.StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+    q16 = "q16"
+    q8 = "q8"
+    float8 = "float8"
     hidden = "hidden"
     hidden_float16 = "hidden-float16"
 

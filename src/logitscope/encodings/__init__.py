@@ -1,32 +1,54 @@
 """Value formats of kept rows: one file an encoding, and the table of their names."""
 
-from logitscope.encodings.base import EncodedRows, Encoding, RowFormat
+from typing import Any
+
+import numpy as np
+
+from logitscope.encodings.base import EncodedRows, Encoding, RowFormat, RowHead
 from logitscope.encodings.dense import DTYPES, Dense
-from logitscope.encodings.hidden import Hidden, HiddenRows, RowHead
+from logitscope.encodings.float8 import Float8
+from logitscope.encodings.hidden import Hidden, HiddenRows
+from logitscope.encodings.q8 import Q8
+from logitscope.encodings.q16 import Q16
+from logitscope.encodings.quantized import Quantized, QuantizedRows
 from logitscope.errors import OptionError
 from logitscope.rows import HIDDEN_FORMS
 
 __all__ = [
     "DTYPES",
     "ENCODINGS",
+    "Q8",
+    "Q16",
     "Dense",
     "EncodedRows",
     "Encoding",
+    "Float8",
     "Hidden",
     "HiddenRows",
+    "Quantized",
+    "QuantizedRows",
     "RowFormat",
     "RowHead",
+    "dtype_of",
     "encoding",
 ]
 
-ENCODINGS: dict[str, Dense | Hidden] = {
+ENCODINGS: dict[str, Encoding] = {
     **{name: Dense(name) for name in DTYPES},
+    "q16": Q16(),
+    "q8": Q8(),
+    "float8": Float8(),
     **{name: Hidden(name, name.partition("-")[2] or None) for name in HIDDEN_FORMS},
 }
 """Every encoding by its name."""
 
 
-def encoding(name: str) -> Dense | Hidden:
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy dtype of that name; bfloat16 is the ml_dtypes one."""
+    return DTYPES[name] if name in DTYPES else np.dtype(name)
+
+
+def encoding(name: str) -> Encoding:
     """The encoding of that name.
 
     Raises:

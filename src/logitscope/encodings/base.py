@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from logitscope.rows import Identity
+
+_TILE_VALUES = 400_000
+"""On a CPU: with its work arrays a tile stays in the cache. 8 rows of a vocabulary of 49,152."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,35 @@ class RowFormat:
         return self.width * self.dtype.itemsize
 
 
+class RowHead(Protocol):
+    """What rebuilds rows; `logitscope.head.Head` is one."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of a row."""
+
+    @property
+    def rows_dtype(self) -> np.dtype[Any]:
+        """Of the rows."""
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Changes when the weights do."""
+
+    @property
+    def hash(self) -> str:
+        """Equal for equal heads."""
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Its weights on the host, by name."""
+
+    def facts(self) -> dict[str, Any]:
+        """What it is beside its weights, for JSON."""
+
+    def rows(self, hidden: NDArray[Any], ids: NDArray[Any] | None = None) -> NDArray[Any]:
+        """Rows ``[rows, vocab_size]``, or some columns of them, of hidden rows ``[rows, hidden_size]``."""
+
+
 class Encoding(Protocol):
     """A value format of kept rows."""
 
@@ -35,6 +68,10 @@ class Encoding(Protocol):
     @property
     def of_hidden(self) -> bool:
         """Whether it keeps the head's input and not the logits."""
+
+    @property
+    def expected(self) -> str:
+        """What values must be to fit."""
 
     def row_format(self, identity: Identity) -> RowFormat:
         """The format of a kept row of these models.
@@ -47,17 +84,23 @@ class Encoding(Protocol):
         """Write rows, a tensor of logits or hidden rows, into the tensor ``out`` of the row format.
 
         Returns:
-            None, or a boolean tensor on the rows' device: whether a finite value became infinite.
+            None, or a boolean tensor on the rows' device: whether a value did not fit.
         """
+
+    def held(self, stored: NDArray[Any], identity: Identity, head: RowHead | None) -> Any:
+        """What `logitscope.logits.Logits` holds as values: the kept rows, or `EncodedRows` over them."""
 
 
 class EncodedRows(abc.ABC):
     """Rows ``[rows, vocab_size]`` that are decoded when they are read.
 
     Attributes:
+        stored: ``[rows, width]``, as kept.
         shape: ``(rows, vocab_size)``.
         dtype: of the decoded values.
     """
+
+    stored: NDArray[Any]
 
     shape: tuple[int, int]
     dtype: np.dtype[Any]
@@ -75,8 +118,8 @@ class EncodedRows(abc.ABC):
         """Some of the rows, not decoded yet; a slice is a view."""
 
     @abc.abstractmethod
-    def decode(self) -> NDArray[Any]:
-        """The values ``[rows, vocab_size]``, a new array.
+    def decode(self, ids: NDArray[Any] | None = None) -> NDArray[Any]:
+        """The values ``[rows, vocab_size]``, or ``[rows, len(ids)]`` of some columns; a new array.
 
         Raises:
             EncodingError: what was kept does not give them any more.
@@ -86,3 +129,11 @@ class EncodedRows(abc.ABC):
         if copy is False:
             raise ValueError("rows are decoded into a new array, and copy=False forbids one")
         return self.decode().astype(dtype or self.dtype, copy=False)
+
+
+def tiles(rows: Any) -> Iterator[slice]:
+    """Some rows at a time on a CPU, all of them elsewhere."""
+    count = len(rows)
+    step = max(1, _TILE_VALUES // rows.shape[1]) if rows.device.type == "cpu" else max(count, 1)
+    for first in range(0, count, step):
+        yield slice(first, min(first + step, count))

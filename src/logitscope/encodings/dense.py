@@ -7,8 +7,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
-from logitscope.encodings.base import RowFormat
+from logitscope.encodings.base import RowFormat, RowHead, tiles
 from logitscope.rows import Identity
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -18,6 +19,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """NumPy's floating-point dtypes of values by name; bfloat16 is the ml_dtypes one."""
 
+_FLOAT16_ROUNDS_UP = 65520.0
 _UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
@@ -31,6 +33,7 @@ class Dense:
 
     name: str
     of_hidden = False
+    expected = "at most 65504 in absolute value"
 
     def row_format(self, identity: Identity) -> RowFormat:
         """``vocab_size`` values of the dtype."""
@@ -48,6 +51,10 @@ class Dense:
         """
         return rounded_into(rows, out)
 
+    def held(self, stored: NDArray[Any], identity: Identity, head: RowHead | None) -> NDArray[Any]:
+        """The rows themselves."""
+        return stored
+
 
 def rounded_into(rows: Any, out: Any) -> Any | None:
     """Write a tensor into another one of a floating-point dtype, rounding to nearest even.
@@ -57,7 +64,20 @@ def rounded_into(rows: Any, out: Any) -> Any | None:
     """
     import torch
 
-    out.copy_(rows)
     if out.dtype != torch.float16 or rows.dtype == torch.float16:
+        out.copy_(rows)
         return None
-    return (out.isinf() & rows.isfinite()).any()
+    misfits = []
+    for tile in tiles(rows):
+        part = rows[tile]
+        out[tile].copy_(part)
+        misfits.append(_beyond_float16(part))
+    return torch.stack(misfits).any() if misfits else None
+
+
+def _beyond_float16(rows: Any) -> Any:
+    """Boolean tensor ``[]``: whether a finite value rounds to infinity."""
+    worst = rows.aminmax()
+    if rows.device.type == "cpu" and not (worst.min < -_FLOAT16_ROUNDS_UP or worst.max > _FLOAT16_ROUNDS_UP):
+        return worst.min > worst.max  # False, and where it is
+    return ((rows.abs() >= _FLOAT16_ROUNDS_UP) & rows.isfinite()).any()

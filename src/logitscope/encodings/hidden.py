@@ -7,44 +7,14 @@ hidden size of 576. The head is held once, whatever the number of rows, and know
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from logitscope.encodings.base import EncodedRows, RowFormat
+from logitscope.encodings.base import EncodedRows, RowFormat, RowHead
 from logitscope.encodings.dense import DTYPES, rounded_into
 from logitscope.errors import EncodingError
 from logitscope.rows import Identity
-
-
-class RowHead(Protocol):
-    """What rebuilds rows; `logitscope.head.Head` is one."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Columns of a row."""
-
-    @property
-    def rows_dtype(self) -> np.dtype[Any]:
-        """Of the rows."""
-
-    @property
-    def state(self) -> tuple[int, ...]:
-        """Changes when the weights do."""
-
-    @property
-    def hash(self) -> str:
-        """Equal for equal heads."""
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """Its weights on the host, by name."""
-
-    def facts(self) -> dict[str, Any]:
-        """What it is beside its weights, for JSON."""
-
-    def rows(self, hidden: NDArray[Any]) -> NDArray[Any]:
-        """Rows ``[rows, vocab_size]`` of hidden rows ``[rows, hidden_size]``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +30,7 @@ class Hidden:
     name: str
     dtype_name: str | None = None
     of_hidden = True
+    expected = "at most 65504 in absolute value"
 
     def row_format(self, identity: Identity) -> RowFormat:
         """``hidden_size`` values of the dtype."""
@@ -75,6 +46,18 @@ class Hidden:
         """
         return rounded_into(rows, out)
 
+    def held(self, stored: NDArray[Any], identity: Identity, head: RowHead | None) -> HiddenRows:
+        """The hidden rows with their head.
+
+        Raises:
+            EncodingError: there is none.
+        """
+        if head is None:
+            raise EncodingError(
+                "hidden rows without a head", where="encode", got=self.name, fix="Give the head."
+            )
+        return HiddenRows(stored, head)
+
 
 class HiddenRows(EncodedRows):
     """Hidden rows and the head that makes logits of them.
@@ -86,7 +69,8 @@ class HiddenRows(EncodedRows):
     """
 
     def __init__(self, hidden: NDArray[Any], head: RowHead, state: tuple[int, ...] | None = None) -> None:
-        self.hidden, self.head = hidden, head
+        self.stored = self.hidden = hidden
+        self.head = head
         self.shape = (len(hidden), head.vocab_size)
         self.dtype = head.rows_dtype
         self._state = head.state if state is None else state
@@ -99,13 +83,13 @@ class HiddenRows(EncodedRows):
     def __getitem__(self, index: slice | NDArray[Any]) -> HiddenRows:
         return HiddenRows(self.hidden[index], self.head, self._state)
 
-    def decode(self) -> NDArray[Any]:
-        """The rows ``[rows, vocab_size]``.
+    def decode(self, ids: NDArray[Any] | None = None) -> NDArray[Any]:
+        """The rows ``[rows, vocab_size]``, or some columns of them.
 
         Raises:
             EncodingError: the head's weights were changed since the rows were made.
         """
-        return self.own_head().rows(self.hidden)
+        return self.own_head().rows(self.hidden, ids)
 
     def own_head(self) -> RowHead:
         """The head, if it is still what the rows were made for.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import logitscope
-from logitscope.encodings import DTYPES
+from logitscope.encodings import DTYPES, encoding
 from logitscope.engines.base import Capabilities, Engine
 from logitscope.errors import OptionError
 from logitscope.numerics import host
@@ -240,13 +240,16 @@ class _Sequence:
             scored = targets(np.array(self.ids, np.int32), positions)
             block.summary = host.summaries(rows, scored, request.summary)
         if request.select is not None and request.select.vocab is not None:
-            kind = DTYPES[request.value_format(stage, engine.identity.dtype)]
+            from logitscope.extract import tensor_over
+
+            kind = encoding(request.value_format(stage, engine.identity.dtype))
+            row = kind.row_format(engine.identity)
             if self.buffer is None:
-                block.values = rows.astype(kind)
+                block.values = np.empty((len(positions), row.width), row.dtype)
             else:
                 first = int(np.searchsorted(every, positions[0]))
                 block.values = self.buffer(self.index, stage, first, len(positions))
-                block.values[...] = rows.astype(kind)
+            kind.encode(tensor_over(rows), tensor_over(block.values))
         return block
 
     def _generate(self) -> Generator[RowBlock, None, End]:

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from logitscope.encodings import HiddenRows
+from logitscope.encodings import EncodedRows
 from logitscope.engines.base import Capabilities, Engine
 from logitscope.engines.results import generated_text
 from logitscope.errors import (
@@ -267,7 +267,7 @@ def _ending(reason: Any, asked: _Asked) -> tuple[FinishReason | None, str | int 
 
 
 def _blocks(found: Logits, asked: _Asked, stage: Stage, buffer: Buffer | None) -> Iterator[RowBlock]:
-    values = found.values.hidden if isinstance(found.values, HiddenRows) else found.values
+    values = found.values.stored if isinstance(found.values, EncodedRows) else found.values
     for first in range(0, len(found), _BLOCK_ROWS):
         rows = slice(first, min(first + _BLOCK_ROWS, len(found)))
         kept = None if values is None else values[rows]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from logitscope import tensors
-from logitscope.encodings import HiddenRows, RowFormat, RowHead, encoding
+from logitscope.encodings import RowFormat, RowHead, encoding
 from logitscope.errors import EncodingError, IncompleteError
 from logitscope.logits.sequence import Logits
 from logitscope.rows import (
@@ -183,7 +183,7 @@ class Collector:
     def _logits(self, rows: _Rows, end: End) -> Logits:
         request = rows.request
         return Logits(
-            values=self._decodable(rows),
+            values=self._held(rows),
             positions=rows.positions[: rows.count],
             token_ids=np.concatenate([request.token_ids, end.generated_ids]).astype(np.int32, copy=False),
             prompt_length=request.prompt_length,
@@ -197,16 +197,13 @@ class Collector:
             verification=end.verification,
         )
 
-    def _decodable(self, rows: _Rows) -> Any:
-        """The values; hidden rows with the head that rebuilds them."""
-        values, request = rows.values(), rows.request
-        if values is None or not encoding(request.value_format(rows.stage, self._identity.dtype)).of_hidden:
-            return values
-        if self._head is None:
-            raise EncodingError(
-                "hidden rows without a head", where="encode", got=request.encode, fix="Give the head."
-            )
-        return HiddenRows(values, self._head)
+    def _held(self, rows: _Rows) -> Any:
+        """The values, as a result holds them."""
+        stored = rows.values()
+        if stored is None or rows.request.keep_on_device:
+            return stored
+        kind = encoding(rows.request.value_format(rows.stage, self._identity.dtype))
+        return kind.held(stored, self._identity, self._head)
 
 
 class _Rows:

@@ -1,10 +1,11 @@
 """One `Logits` or `LogitsBatch` as a file: ``.npz`` or ``.safetensors``, bit for bit.
 
 Both hold the same arrays, little-endian: ``logits``, ``positions``, ``token_ids``, ``summary.NAME``,
-``hidden_states.LAYER`` and ``attentions.LAYER``; hidden rows come as ``hidden`` in place of ``logits``, with
-the head as ``head.weight`` and ``head.bias``, once. In a batch each but the head's begins with the
-member's number, as in ``0.logits``. The metadata is JSON: format, version, identity, stage, encoding,
-prompt lengths, verifications, and dtype, shape and XXH3 checksum of each array. An ``.npz`` holds it as
+``hidden_states.LAYER`` and ``attentions.LAYER``; quantized rows come as ``codes`` in place of ``logits``,
+with the formula that decodes them in the metadata; hidden rows as ``hidden``, with the head as
+``head.weight`` and ``head.bias``, once. In a batch each but the head's begins with the member's number,
+as in ``0.logits``. The metadata is JSON: format, version, identity, stage, encoding, prompt lengths,
+verifications, and dtype, shape and XXH3 checksum of each array. An ``.npz`` holds it as
 ``metadata.json``, and bfloat16 as ``uint16`` codes; a ``.safetensors`` holds it, with a checksum of its
 own, in ``__metadata__``. Other readers of these formats can read both. Nothing is pickled.
 """
@@ -30,7 +31,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from logitscope import tensors
-from logitscope.encodings import HiddenRows, RowHead
+from logitscope.encodings import EncodedRows, HiddenRows, QuantizedRows, RowHead, encoding
 from logitscope.errors import (
     FileFormatError,
     IdentityMismatchError,
@@ -58,6 +59,8 @@ _STORED = {
     "int32": "<i4",
     "float16": "<f2",
     "bfloat16": "<u2",
+    "uint16": "<u2",
+    "uint8": "|u1",
 }
 _TAGS = {
     "float64": "F64",
@@ -66,6 +69,8 @@ _TAGS = {
     "int32": "I32",
     "float16": "F16",
     "bfloat16": "BF16",
+    "uint16": "U16",
+    "uint8": "U8",
 }
 # What the standard library and NumPy raise on bytes that are no such file.
 _MALFORMED = (
@@ -105,6 +110,9 @@ def save(result: Logits | LogitsBatch, path: str | PathLike[str]) -> None:
         arrays |= {f"head.{name}": array for name, array in head.arrays().items()}
     arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize))
     metadata = _metadata(members, arrays, batch=isinstance(result, LogitsBatch))
+    kind = members[0].values
+    if isinstance(kind, QuantizedRows):
+        metadata["decode"] = kind.encoding.formula
     if head is not None:
         metadata["head"] = {**head.facts(), "hash": head.hash}
     with atomic_write(target) as file:
@@ -200,7 +208,9 @@ def _arrays(logits: Logits, prefix: str) -> dict[str, NDArray[Any]]:
 
 def _values(logits: Logits) -> dict[str, NDArray[Any]]:
     values = logits.values
-    return {"hidden": values.hidden} if isinstance(values, HiddenRows) else {"logits": logits.to_numpy()}
+    if isinstance(values, HiddenRows):
+        return {"hidden": values.stored}
+    return {"codes": values.stored} if isinstance(values, EncodedRows) else {"logits": logits.to_numpy()}
 
 
 def _metadata(members: list[Logits], arrays: dict[str, NDArray[Any]], *, batch: bool) -> dict[str, Any]:
@@ -247,7 +257,7 @@ def _result(
         own = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
         members.append(
             Logits(
-                values=HiddenRows(own["hidden"], head) if head is not None else own.get("logits"),
+                values=_held(own, metadata["encoding"], identity, head),
                 positions=own["positions"],
                 token_ids=own["token_ids"],
                 prompt_length=prompt_length,
@@ -262,6 +272,13 @@ def _result(
             )
         )
     return LogitsBatch(members) if batch else members[0]
+
+
+def _held(own: dict[str, NDArray[Any]], encode: str | None, identity: Identity, head: RowHead | None) -> Any:
+    for name in ("hidden", "codes"):
+        if name in own:
+            return encoding(encode or "").held(own[name], identity, head)
+    return own.get("logits")
 
 
 def _loaded_head(metadata: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Head | None:

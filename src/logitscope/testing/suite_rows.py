@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from logitscope import rows
-from logitscope.encodings import Dense, HiddenRows
+from logitscope.encodings import ENCODINGS, Dense, HiddenRows, Quantized, QuantizedRows
 from logitscope.errors import HiddenRowsWarning, MemoryLimitError, OptionError, SelectError, UnavailableError
 from logitscope.logits import Logits
 from logitscope.numerics import reference
@@ -37,6 +37,7 @@ _SUMMARY_TOLERANCE = {
 """Absolute, between float32 summaries and the float64 reference over the same values."""
 
 LENGTHS = (1, 2, 9, 17, 24, 9, 23, 24)
+QUANTIZED = [name for name, encoding in ENCODINGS.items() if isinstance(encoding, Quantized)]
 _NAMED = ("all", "prompt", "generated", "last")
 
 
@@ -339,6 +340,28 @@ class SelectionSuite:
         assert np.array_equal(made.token_ids, plain.token_ids), "tokens come from unrounded rows"
         assert made.logits.values.dtype == np.float16
         assert_rows_close(made.logits.values, rounded(plain.logits.values, "float16"), dtype=case.dtype)
+
+    @pytest.mark.parametrize("name", QUANTIZED)
+    def test_quantized_rows_are_within_their_bound(self, case: EngineCase, name: str) -> None:
+        ids = case.prompt(19)
+        kept, plain = case.score(ids, encode=name, summary=("max",)), case.score(ids, summary=("max",))
+        assert isinstance(kept.values, QuantizedRows)
+        assert (kept.encoding, kept.shape) == (name, plain.shape)
+        assert kept.dtype == np.float32
+        planned = case.engine.estimate(case.engine.requests(ids, encode=name)).result_bytes
+        assert planned == kept.values.nbytes
+        errors = np.abs(_float64(kept) - _float64(plain)).max(axis=1)
+        noise = 0 if case.repeatable else BUDGETS[case.dtype].worst * BUDGETS[case.dtype].eps * 100
+        assert (errors <= kept.values.error_bound() + noise).all()
+        if case.repeatable:
+            assert_same_bits(kept.argmax(), plain.argmax())
+            assert_same_bits(kept.summary["max"], plain.summary["max"], what="a summary is of exact rows")
+        made = case.generate(case.prompt(7), max_new_tokens=4, ignore_eos=True, encode=name)
+        assert made.logits is not None
+        truth = case.oracle([*case.prompt(7), *made.token_ids[:-1].tolist()])
+        coarse = made.logits.values.error_bound()
+        budget = BUDGETS[case.dtype].worst * BUDGETS[case.dtype].eps * np.abs(truth).max()
+        assert (np.abs(_float64(made.logits) - truth).max(axis=1) <= coarse + budget).all()
 
     @pytest.mark.parametrize("encode", HIDDEN_FORMS)
     def test_hidden_rows_are_rebuilt(self, case: EngineCase, encode: str) -> None:

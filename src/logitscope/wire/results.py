@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from logitscope.encodings import DTYPES, EncodedRows, RowHead
+from logitscope.encodings import EncodedRows, HiddenRows, RowHead, dtype_of, encoding
 from logitscope.errors import FileFormatError, UnsupportedError
 from logitscope.logits import Logits
 from logitscope.logits.collect import Collector
 from logitscope.rows import SUMMARY_DTYPES, End, Identity, Request, RowBlock, Select, Vocabulary
 from logitscope.wire.stream import RowReader
 
-_DTYPES = DTYPES | {"int32": np.dtype(np.int32)}
 _BLOCK_ROWS = 256
 
 
@@ -30,11 +29,13 @@ def logits_to_json(result: Logits) -> dict[str, Any]:
     Raises:
         UnsupportedError: hidden rows, which are nothing without their head.
     """
-    _refuse_encoded(result)
-    arrays = {} if result.values is None else {"values": np.asarray(result.values)}
+    _refuse_hidden(result)
+    values = result.values
+    stored = values.stored if isinstance(values, EncodedRows) else values
+    arrays = {} if stored is None else {"values": np.asarray(stored)}
     arrays |= {f"summary.{name}": array for name, array in result.summary.items()}
     return {
-        "shape": list(result.shape) if result.values is not None else [len(result), 0],
+        "shape": [len(result), 0] if stored is None else list(stored.shape),
         "positions": result.positions.tolist(),
         "token_ids": result.token_ids.tolist(),
         "prompt_length": result.prompt_length,
@@ -58,18 +59,23 @@ def logits_from_json(given: Mapping[str, Any], *, vocabulary: Vocabulary | None 
     try:
         arrays = {
             name.removesuffix("_b64"): np.frombuffer(
-                base64.b64decode(text, validate=True), _DTYPES[given[f"{name}_dtype"]]
+                base64.b64decode(text, validate=True), dtype_of(given[f"{name}_dtype"])
             ).copy()
             for name, text in given.items()
             if name.endswith("_b64")
         }
-        values: NDArray[Any] | None = arrays.pop("values", None)
+        stored: NDArray[Any] | None = arrays.pop("values", None)
+        identity = Identity(**given["identity"])
+        values: Any = None
+        if stored is not None:
+            kind = encoding(given["encoding"] or identity.dtype)
+            values = kind.held(stored.reshape(given["shape"]), identity, None)
         return Logits(
-            values=None if values is None else values.reshape(given["shape"]),
+            values=values,
             positions=np.asarray(given["positions"], np.int64),
             token_ids=np.asarray(given["token_ids"], np.int32),
             prompt_length=given["prompt_length"],
-            identity=Identity(**given["identity"]),
+            identity=identity,
             summary={
                 name: arrays[f"summary.{name}"] for name in SUMMARY_DTYPES if f"summary.{name}" in arrays
             },
@@ -97,20 +103,22 @@ def blocks_of(result: Logits, index: int) -> Iterator[RowBlock | End]:
     Raises:
         UnsupportedError: hidden rows, which are nothing without their head.
     """
-    _refuse_encoded(result)
+    _refuse_hidden(result)
+    values = result.values
+    stored = values.stored if isinstance(values, EncodedRows) else values
     for first in range(0, len(result), _BLOCK_ROWS):
         rows = slice(first, first + _BLOCK_ROWS)
         yield RowBlock(
             index,
             result.positions[rows],
-            None if result.values is None else np.asarray(result.values)[rows],
+            None if stored is None else stored[rows],
             {name: array[rows] for name, array in result.summary.items()},
         )
     yield End(index, np.empty(0, np.int32), rows=len(result))
 
 
-def _refuse_encoded(result: Logits) -> None:
-    if isinstance(result.values, EncodedRows):
+def _refuse_hidden(result: Logits) -> None:
+    if isinstance(result.values, HiddenRows):
         raise UnsupportedError(
             f"{result.encoding} rows are not sent without their head in this version",
             where="encode",

@@ -20,7 +20,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from logitscope.encodings import DTYPES
+from logitscope.encodings import dtype_of
 from logitscope.errors import FileFormatError, IncompleteError, LogitscopeError, UnsupportedError
 from logitscope.rows import (
     SUMMARIES,
@@ -40,7 +40,6 @@ MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 
 _KEY = b"logitscope"
 _EXTRAS = ("hidden_states", "attentions")
-_DTYPES = DTYPES | {"float64": np.dtype(np.float64)}
 _SUMMARY_TYPES = {
     name: pa.int32() if SUMMARY_DTYPES[name] is np.int32 else pa.float32() for name in SUMMARIES
 }
@@ -231,7 +230,7 @@ def _byte_rows(array: NDArray[Any]) -> Any:
 
 def _rows_of(column: Any, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
     _, offsets, data = column.buffers()
-    rows, kind = len(column), _DTYPES[dtype]
+    rows, kind = len(column), dtype_of(dtype)
     width = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     places = np.frombuffer(offsets, np.int64)[column.offset : column.offset + rows + 1]
     if rows and not np.array_equal(places - places[0], np.arange(rows + 1) * width):

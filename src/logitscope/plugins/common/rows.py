@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from logitscope.encodings import DTYPES, HiddenRows, RowHead
+from logitscope.encodings import RowHead, dtype_of, encoding
 from logitscope.errors import EncodingError, IncompleteError, UnsupportedError
 from logitscope.extract import Extractor, PendingBlock
 from logitscope.logits import Logits
@@ -93,7 +93,7 @@ class Layout:
             **{name: ((self.rows,), np.dtype(SUMMARY_DTYPES[name])) for name in self.names},
         }
         if self.keep:
-            arrays["values"] = ((self.rows, self.width), DTYPES[self.dtype])
+            arrays["values"] = ((self.rows, self.width), dtype_of(self.dtype))
         found, first = {}, 0
         for name, (shape, dtype) in arrays.items():
             found[name] = (first, shape, dtype)
@@ -240,6 +240,7 @@ class RequestRows:
             "tokens": len(token_ids),
             "prompt_length": request.prompt_length,
             "encode": request.encode,
+            "format": self._extractor.encoding.name,
             "stage": self.stage,
             "head": None if self.head is None else (self.head.token, self.head.serial),
             "verification": None
@@ -373,9 +374,9 @@ def received(
         count = ticket["tokens"] if name == "token_ids" else ticket["rows"]
         arrays[name] = attached.array(first, (count, *shape[1:]), dtype)
     values: Any = arrays.get("values")
-    if ticket["head"] is not None and values is not None:
-        assert head is not None
-        values = HiddenRows(values, head(tuple(ticket["head"])))
+    if values is not None:
+        found = None if ticket["head"] is None or head is None else head(tuple(ticket["head"]))
+        values = encoding(ticket["format"]).held(values, identity, found)
     return Logits(
         values=values,
         positions=arrays["positions"],

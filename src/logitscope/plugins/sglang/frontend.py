@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from logitscope.encodings import HiddenRows
+from logitscope.encodings import EncodedRows, HiddenRows, encoding
 from logitscope.errors import HiddenRowsWarning, LogitscopeError, OptionError, RowsError
 from logitscope.head import Head
 from logitscope.logits import Logits, LogitsBatch
@@ -143,11 +143,14 @@ def joined(before: Logits | LogitscopeError, after: Logits | LogitscopeError) ->
         return before
     if isinstance(after, LogitscopeError):
         return after
-    if isinstance(after.values, HiddenRows):
-        hidden = np.concatenate([before.values.hidden, after.values.hidden])
-        values: Any = HiddenRows(hidden, after.values.head)
-    else:
-        values = None if after.values is None else np.concatenate([before.values, after.values])
+    values: Any = after.values
+    if isinstance(values, EncodedRows):
+        assert isinstance(before.values, EncodedRows)
+        stored = np.concatenate([before.values.stored, values.stored])
+        head = values.head if isinstance(values, HiddenRows) else None
+        values = encoding(after.encoding or "").held(stored, after.identity, head)
+    elif values is not None:
+        values = np.concatenate([before.values, values])
     return dataclasses.replace(
         after,
         values=values,
