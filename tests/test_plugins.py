@@ -8,6 +8,7 @@ import importlib.util
 import json
 import pathlib
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from logitscope.plugins.common.check import Hook, problems, resolve
 from logitscope.plugins.common.draw import Draw
 from logitscope.plugins.common.options import Options, read_options
 from logitscope.plugins.common.rows import RequestRows, received
+from logitscope.plugins.sglang import scheduler
 from logitscope.rows import SUMMARIES, Request, Sampling, row_count
 from logitscope.testing import assert_same_bits
 from logitscope.wire import Pool, shared
@@ -213,6 +215,7 @@ def test_memory_comes_back(folder: pathlib.Path) -> None:
         ("{", OptionError, "no JSON"),
         (7, OptionError, "neither"),
         ({"encode": "q3"}, OptionError, "q3"),
+        ({"encode": ["float16"]}, OptionError, "unknown encoding"),
         ({"summary": "entropy"}, OptionError, "true, false or a list"),
         ({"select": {"vocab": None}}, SelectError, "nothing is kept"),
     ],
@@ -220,6 +223,19 @@ def test_memory_comes_back(folder: pathlib.Path) -> None:
 def test_options_that_there_are_not_are_refused(asked: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         read_options(asked)
+
+
+def test_what_goes_wrong_before_a_request_starts_is_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Any) -> None:
+        raise OSError("no shared memory here")
+
+    aborted: list[str] = []
+    received = SimpleNamespace(sampling_params=SimpleNamespace(custom_params={"logitscope": True}))
+    monkeypatch.setattr(scheduler, "_placed", broken)
+    scheduler.create_request(lambda *_: SimpleNamespace(set_finish_with_abort=aborted.append), None, received)
+    assert aborted == ["return_logits: OSError: no shared memory here"]
+    received.sampling_params.custom_params = {"logitscope": False}
+    assert scheduler.create_request(lambda *_: "plain", None, received) == "plain"
 
 
 def test_options_travel_as_a_string() -> None:

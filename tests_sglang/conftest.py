@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pathlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from cpu import bundled_model, open_sglang
+
+from logitscope.wire import shared
 
 collect_ignore = ["stubs"]
 pytest_plugins = ["logitscope.testing.plugin"]
@@ -73,5 +79,41 @@ def close() -> Callable[..., None]:
 
 @pytest.fixture
 def segments() -> Callable[[], list[pathlib.Path]]:
-    """Segments that lie in shared memory now."""
-    return lambda: sorted(pathlib.Path("/dev/shm").glob("logitscope-*.segment"))
+    """Segments that lie in shared memory now: of the tests' processes, and of those that are gone."""
+
+    def others(path: pathlib.Path) -> bool:
+        try:
+            return os.getpid() not in [p.pid for p in psutil.Process(int(path.name.split("-")[1])).parents()]
+        except psutil.NoSuchProcess:
+            return False
+
+    return lambda: [p for p in sorted(pathlib.Path("/dev/shm").glob("logitscope-*.segment")) if not others(p)]
+
+
+@pytest.fixture
+def used(segments: Callable[[], list[pathlib.Path]]) -> Callable[[], list[str]]:
+    """Segments that are not free, with their state."""
+    names = {shared._HELD: "held", shared._LENT: "lent", shared._READ: "read"}
+
+    def find() -> list[str]:
+        states = {}
+        for path in segments():
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                _, _, state = shared._STATE.unpack(file.read(shared._STATE.size))
+                states[path.name] = names.get(state)
+        return [f"{name}: {state}" for name, state in states.items() if state]
+
+    return find
+
+
+@pytest.fixture
+def until() -> Callable[..., Any]:
+    """Looks until what it finds is right, for half a minute at most; returns the last find."""
+
+    def wait(look: Callable[[], Any], right: Callable[[Any], bool]) -> Any:
+        late = time.monotonic() + 30
+        while not right(found := look()) and time.monotonic() < late:
+            time.sleep(0.1)
+        return found
+
+    return wait

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pathlib
 import pickle
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -211,6 +212,27 @@ def test_results_are_held_across_later_requests(engine: Any) -> None:
     for ids in prompts(*range(5, 25)):
         engine.generate(input_ids=ids, sampling_params=GREEDY, return_logits=True)
     assert np.array_equal(np.asarray(held), before)
+
+
+def test_a_held_result_has_as_many_objects_whatever_the_vocabulary(engine: Any) -> None:
+    ids = prompts(40)[0]
+
+    def objects(vocab: Any, held: Callable[[Any], Any] = lambda rows: rows) -> int:
+        asked = {"select": Select(vocab=vocab), "summary": ["entropy"]}
+        for _ in range(2):  # what is made once is there before the second time
+            gc.collect()
+            before = sys.getallocatedblocks()
+            answer = engine.generate(input_ids=ids, sampling_params=GREEDY, return_logits=asked)
+            rows = held(logits_of(answer))
+            gc.collect()
+            found = sys.getallocatedblocks() - before
+            assert len(rows) == 40 + 12 - 1
+            del answer, rows
+        return found
+
+    few, many = objects(None), objects("all")  # no columns, and 49,152
+    assert abs(many - few) < 500
+    assert objects("all", lambda rows: np.asarray(rows)[:, :1000].tolist()) > few + 51 * 900, "it is counted"
 
 
 def test_shared_memory_is_used_again(engine: Any, segments: Callable[[], list[pathlib.Path]]) -> None:

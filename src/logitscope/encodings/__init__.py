@@ -58,7 +58,7 @@ def encoding(name: str) -> Encoding:
         >>> encoding("hidden").of_hidden
         True
     """
-    if name not in ENCODINGS:
+    if name not in [*ENCODINGS]:  # what comes as JSON may not be hashable
         raise OptionError(
             "unknown encoding", where="encode", expected=f"one of {', '.join(ENCODINGS)}", got=repr(name)
         )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import logitscope
-from logitscope.encodings import DTYPES, encoding
+from logitscope.encodings import DTYPES, Dense, encoding
 from logitscope.engines.base import Capabilities, Engine
 from logitscope.errors import OptionError
 from logitscope.numerics import host
@@ -240,8 +240,6 @@ class _Sequence:
             scored = targets(np.array(self.ids, np.int32), positions)
             block.summary = host.summaries(rows, scored, request.summary)
         if request.select is not None and request.select.vocab is not None:
-            from logitscope.extract import tensor_over
-
             kind = encoding(request.value_format(stage, engine.identity.dtype))
             row = kind.row_format(engine.identity)
             if self.buffer is None:
@@ -249,7 +247,12 @@ class _Sequence:
             else:
                 first = int(np.searchsorted(every, positions[0]))
                 block.values = self.buffer(self.index, stage, first, len(positions))
-            kind.encode(tensor_over(rows), tensor_over(block.values))
+            if isinstance(kind, Dense):  # without PyTorch
+                np.copyto(block.values, rows, casting="unsafe")
+            else:
+                from logitscope.extract import tensor_over
+
+                kind.encode(tensor_over(rows), tensor_over(block.values))
         return block
 
     def _generate(self) -> Generator[RowBlock, None, End]:

@@ -19,13 +19,19 @@ from typing import Any
 import numpy as np
 
 from logitscope.encodings import EncodedRows, HiddenRows, encoding
-from logitscope.errors import HiddenRowsWarning, LogitscopeError, OptionError, RowsError
+from logitscope.errors import (
+    HiddenRowsWarning,
+    LogitscopeError,
+    OptionError,
+    RowsError,
+    UnsupportedError,
+)
 from logitscope.head import Head
 from logitscope.logits import Logits, LogitsBatch
 from logitscope.plugins.common.heads import gathered
 from logitscope.plugins.common.options import KEY, Options, read_options
 from logitscope.plugins.common.rows import discarded, received
-from logitscope.rows import Identity
+from logitscope.rows import HIDDEN_FORMS, Identity
 from logitscope.tokenizer import Tokenizer
 from logitscope.wire import owners, sweep
 from logitscope.wire.results import logits_to_json
@@ -37,7 +43,7 @@ PROCESSED = "processed_logits"
 """Under which those rows lie that logitscope itself chose tokens from."""
 
 FORM = f"{KEY}_form"
-"""In which form they lie there: ``"json"``, where that is what is sent on."""
+"""In which form they will be sent; under ``"json"`` they lie there as JSON."""
 
 _ENDING_S = 5.0
 
@@ -51,8 +57,8 @@ def generate(
         return original(self, *args, **kwargs)
     result = original(self, **kwargs)
     if isinstance(result, Iterator):
-        return (_checked(chunk, asked) for chunk in result)
-    return _checked(result, asked)
+        return (checked(chunk, asked) for chunk in result)
+    return checked(result, asked)
 
 
 async def async_generate(
@@ -63,7 +69,7 @@ async def async_generate(
     if asked is None:
         return await original(self, *args, **kwargs)
     result = await original(self, **kwargs)
-    return _checked_later(result, asked) if isinstance(result, AsyncIterator) else _checked(result, asked)
+    return _checked_later(result, asked) if isinstance(result, AsyncIterator) else checked(result, asked)
 
 
 def logits(
@@ -109,26 +115,30 @@ def receive(
     state: Any,
     customized_info: Mapping[str, Any],
     index: int,
+    finish_reason: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Around ``TokenizerManager.update_request_meta_info``: a ticket becomes rows."""
     rest = {key: values for key, values in customized_info.items() if key != KEY}
-    original(self, meta_info, state, rest, index, *args, **kwargs)
+    original(self, meta_info, state, rest, index, finish_reason, *args, **kwargs)
     tickets = customized_info.get(KEY)
     ticket = None if tickets is None else tickets[index]
+    before = vars(state).pop("logitscope", None)
     if ticket is None:
         return
     try:
         found = _received(self, ticket)
-        if state.out_list and hasattr(state, "logitscope"):
+        if state.out_list and before is not None:
             # The user has not taken the chunk before this one yet, and SGLang gives out the newest only.
-            found = joined(state.logitscope, found)
+            found = joined(before, found)
         custom = (state.obj.sampling_params or {}).get("custom_params") or {}
         shown = found if custom.get(FORM) != "json" else _as_json(found)
     except Exception as error:  # noqa: BLE001 - whatever it is, other requests go on
         found = shown = RowsError(f"{type(error).__name__}: {error}", where="return_logits")
-    state.logitscope, meta_info[RESULT] = found, shown
+    meta_info[RESULT] = shown
+    if finish_reason is None:  # SGLang may hold the states of requests that failed, and rows would stay
+        state.logitscope = found
     if "processed" in ticket:
         meta_info[PROCESSED] = _received(self, {**ticket, **ticket["processed"]})
 
@@ -248,7 +258,8 @@ def folded(
     Args:
         given: ``prompt``, ``input_ids`` and ``sampling_params`` of a call.
         return_logits: what is asked.
-        form: ``"json"`` for rows as JSON; None for `Logits`.
+        form: in which form rows will be sent: ``"json"`` for answers that hold them as JSON, ``"arrow"`` for
+            `Logits` that become a stream; None for `Logits` that stay in this process.
 
     Raises:
         OptionError, SelectError, UnsupportedError: it cannot be asked here.
@@ -299,15 +310,31 @@ def _options(return_logits: Any, count: int | None) -> list[Options | None]:
 def _carrying(params: Mapping[str, Any], options: Options | None, form: str | None) -> dict[str, Any]:
     if options is None:
         return dict(params)
-    custom = {**(params.get("custom_params") or {}), KEY: options.message()}
-    return {**params, "custom_params": custom if form is None else {**custom, FORM: form}}
+    return {**params, "custom_params": carrying(params.get("custom_params"), options, form)}
+
+
+def carrying(custom: Mapping[str, Any] | None, options: Options, form: str | None) -> dict[str, Any]:
+    """A request's ``custom_params`` with what it asks for.
+
+    Raises:
+        UnsupportedError: hidden rows, which need the model's head beside them, in a form that is sent.
+    """
+    if form is not None and options.encode in HIDDEN_FORMS:
+        raise UnsupportedError(
+            "hidden rows are not sent over HTTP in this version",
+            where="encode",
+            expected="a form that is no hidden one",
+            got=repr(options.encode),
+            fix="Engine.generate and ls.open(..., engine='sglang') give them.",
+        )
+    return {**(custom or {}), KEY: options.message(), **({} if form is None else {FORM: form})}
 
 
 # -- what comes back -----------------------------------------------------------------------------------
 
 
-def _checked(result: Any, asked: Sequence[bool]) -> Any:
-    """The engine's answer, if everyone who asked has rows.
+def checked(result: Any, asked: Sequence[bool]) -> Any:
+    """The engine's answer, if everyone who asked has rows; ``asked`` has one entry an answer.
 
     Raises:
         LogitscopeError: the rows of a request could not be given.
@@ -317,6 +344,8 @@ def _checked(result: Any, asked: Sequence[bool]) -> Any:
         found = answer["meta_info"].get(RESULT)
         if isinstance(found, LogitscopeError):
             raise found
+        if isinstance(found, Mapping) and "error" in found:
+            raise RowsError(found["error"])
         if wanted and found is None:
             raise RowsError(
                 "SGLang gave no rows", where=f"prompt {i}", got=answer["meta_info"].get("finish_reason")
@@ -326,7 +355,7 @@ def _checked(result: Any, asked: Sequence[bool]) -> Any:
 
 async def _checked_later(chunks: AsyncIterator[Any], asked: Sequence[bool]) -> AsyncIterator[Any]:
     async for chunk in chunks:
-        yield _checked(chunk, asked)
+        yield checked(chunk, asked)
 
 
 def _tokenizer(manager: Any) -> Tokenizer | None:

@@ -6,7 +6,7 @@ import functools
 
 from logitscope.errors import MissingDependencyError, UnsupportedError
 from logitscope.plugins.common.check import Hook, problems
-from logitscope.plugins.sglang import frontend, scheduler
+from logitscope.plugins.sglang import frontend, http, scheduler
 
 TRIED_VERSIONS = ("0.5.23",)
 _ROOT = "sglang.srt."
@@ -48,10 +48,17 @@ HOOKS = (
         "handing rows over",
     ),
     Hook(
+        f"{_ROOT}managers.scheduler.Scheduler.send_abort_output",
+        "around",
+        scheduler.abort_output,
+        ("self", "abort_req", "req"),
+        "giving back rows of requests that are aborted in their prompt",
+    ),
+    Hook(
         f"{_ROOT}managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
         "around",
         frontend.receive,
-        ("self", "meta_info", "state", "customized_info", "index"),
+        ("self", "meta_info", "state", "customized_info", "index", "finish_reason"),
         "receiving rows",
     ),
     Hook(
@@ -88,6 +95,27 @@ HOOKS = (
         frontend.async_generate,
         ("prompt", "sampling_params", "input_ids", "stream"),
         "Engine.async_generate(return_logits=…)",
+    ),
+    Hook(
+        f"{_ROOT}entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
+        "around",
+        http.openai,
+        ("self", "request", "raw_request"),
+        "seeing what a request to an OpenAI route asks for",
+    ),
+    Hook(
+        f"{_ROOT}entrypoints.openai.serving_completions.OpenAIServingCompletion._build_completion_response",
+        "around",
+        http.openai_answer,
+        ("self", "request", "ret", "created"),
+        "rows in answers of POST /v1/completions",
+    ),
+    Hook(
+        f"{_ROOT}entrypoints.openai.serving_chat.OpenAIServingChat._build_chat_response",
+        "around",
+        http.openai_answer,
+        ("self", "request", "ret", "created"),
+        "rows in answers of POST /v1/chat/completions",
     ),
 )
 

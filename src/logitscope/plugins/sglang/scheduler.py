@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from logitscope.errors import LogitscopeError, UnsupportedError
+from logitscope.errors import RowsError, UnsupportedError
 from logitscope.plugins.common.draw import Draw
 from logitscope.plugins.common.heads import CapturedHead
 from logitscope.plugins.common.options import KEY, read_options
@@ -73,8 +73,12 @@ class _Asked:
         try:
             step(*args)
         except Exception as error:  # noqa: BLE001 - whatever it is, other requests go on
-            self.drop()
-            self.rows.fail(error)
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """There will be no rows."""
+        self.drop()
+        self.rows.fail(error)
 
     def drop(self) -> None:
         """Give back what was taken."""
@@ -186,7 +190,7 @@ def create_request(original: Callable[..., Any], self: Any, recv_req: Any, *args
     params = recv_req.sampling_params
     custom = params.custom_params
     message = custom.get(KEY) if isinstance(custom, dict) else None
-    if message is None:
+    if message is None or message is False:
         return original(self, recv_req, *args, **kwargs)
     try:
         place = _placed(self)
@@ -198,9 +202,9 @@ def create_request(original: Callable[..., Any], self: Any, recv_req: Any, *args
         asked = _asked(place, options.request(recv_req.input_ids, max(new, 0)), recv_req.rid)
         if options.sampling is not None:
             asked.draw = Draw(asked.rows.request)
-    except LogitscopeError as error:
+    except Exception as error:  # noqa: BLE001 - SGLang ends with what is raised here
         req = original(self, recv_req, *args, **kwargs)
-        req.set_finish_with_abort(f"return_logits: {error}")
+        req.set_finish_with_abort(f"return_logits: {type(error).__name__}: {error}")
         return req
     silent = not kwargs["return_logprob"]
     first = asked.rows.first_prompt_row
@@ -336,6 +340,16 @@ def _streamer(base: type) -> type:
             return info
 
     return LogitsStreamer
+
+
+def abort_output(
+    original: Callable[..., Any], self: Any, abort_req: Any, req: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around ``Scheduler.send_abort_output``: what is aborted in its prompt has no last output."""
+    asked: _Asked | None = getattr(req, "logitscope", None)
+    if asked is not None:
+        asked.fail(RowsError("SGLang ended the request"))
+    return original(self, abort_req, req, *args, **kwargs)
 
 
 def _ticket(req: Any) -> dict[str, Any] | None:
