@@ -400,7 +400,7 @@ def test_the_oracle_is_the_models_forward_and_leaves_it_alone() -> None:
     assert_rows_close(Oracle(model, dtype="float32")(ids), rows, dtype="bfloat16")
     forced = teacher_forced(model, ids[:10], ids[10:])
     assert forced.shape == (15, 1001)
-    assert_same_bits(forced, rows[:15])
+    np.testing.assert_allclose(forced, rows[:15], rtol=0, atol=1e-9)  # another shape, other last bits
 
 
 # -- assertions that must fail -----------------------------------------------------------------------------
