@@ -17,7 +17,7 @@ from logitscope.plugins.common.options import KEY, read_options
 from logitscope.plugins.sglang.frontend import FORM, RESULT, carrying, checked, folded
 from logitscope.wire import MEDIA_TYPE, RowWriter
 from logitscope.wire.requests import known
-from logitscope.wire.results import blocks_of, logits_to_json, request_of
+from logitscope.wire.results import blocks_of, request_of
 
 _FIELDS = ("text", "input_ids", "select", "encode", "summary", "format")
 _FORMATS = ("arrow", "json")
@@ -147,7 +147,7 @@ async def logits(server: Any, request: Any) -> Any:
         params, _ = folded(given, options, form=form)
         obj = GenerateReqInput(text=given["prompt"], input_ids=given["input_ids"], sampling_params=params)
         found = await server._global_state.tokenizer_manager.generate_request(obj, request).__anext__()
-    except ValueError as error:  # ours and SGLang's
+    except (ValueError, LogitscopeError) as error:  # SGLang's and ours
         # SGLang's tasks for a batch and their error hold each other, and rows that are there already.
         traceback.clear_frames(error.__traceback__)
         return server._create_error_response(error)
@@ -158,8 +158,7 @@ async def logits(server: Any, request: Any) -> Any:
         return server.orjson_response({"error": {"message": str(error)}}, status_code=500)
     results = [answer["meta_info"][RESULT] for answer in answers]
     if form == "json":
-        listed = [logits_to_json(result) for result in results]
-        return server.orjson_response({"logits": listed if isinstance(found, list) else listed[0]})
+        return server.orjson_response({"logits": results if isinstance(found, list) else results[0]})
     return _closing_response()(_arrow(results), media_type=MEDIA_TYPE)
 
 
