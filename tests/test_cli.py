@@ -148,6 +148,36 @@ def test_select_keeps_those_rows(run: Any, model: str, select: str, positions: l
     assert (code, found["positions"]) == (0, positions)
 
 
+@pytest.mark.parametrize(
+    ("columns", "select"),
+    [
+        ("top_k=4", Select(top_k=4)),
+        ("top_p=0.9", Select(top_p=0.9)),
+        ("min_p=0.5", Select(min_p=0.5)),
+        ("threshold=1.5", Select(threshold=1.5)),
+        ("sample=9,temperature=0.5,seed=3", Select(sample=9, temperature=0.5, seed=3)),
+        ("7,9", Select(vocab=[7, 9])),
+        ('["a", "b"]', Select(vocab=["a", "b"])),
+    ],
+)
+def test_columns_keep_those(
+    run: Any, model: str, engine: Any, tmp_path: Path, columns: str, select: Select
+) -> None:
+    code, out, _ = run("logits", model, "hello world", "--columns", columns, "--json", "--out", "rows.npz")
+    saved = load(tmp_path / "rows.npz")
+    assert isinstance(saved, Logits)
+    kept = engine.logits("hello world", select=select)
+    assert code == 0
+    assert np.array_equal(saved.values.ids, kept.values.ids)
+    assert np.allclose(saved.values.values, kept.values.values, atol=1e-5)
+    (found,) = documents(out)
+    assert ("top_k" in found) == select.best
+    assert run("logits", model, "hello world", "--columns", columns, "--html", "page.html")[0] == 0
+    made = run("generate", model, "hello", "--columns", columns, "--max-new-tokens", "2")
+    assert made[0] == 0
+    assert "entries in float32" in made[1]
+
+
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_out_saves_every_bit(run: Any, model: str, engine: Any, tmp_path: Path, suffix: str) -> None:
     one, many = tmp_path / f"one{suffix}", tmp_path / f"many{suffix}"
@@ -323,6 +353,10 @@ def test_models_lists_what_is_here(run: Any, tmp_path: Path, monkeypatch: pytest
         (["logits", "MODEL", "hi", "--dtype", "int4"], 2, "int4"),
         (["generate", "MODEL", "hi", "--logit-bias", "many"], 2, "ID:VALUE"),
         (["logits", "MODEL", "hi", "--select", "99"], 1, "position"),
+        (["logits", "MODEL", "hi", "--columns", "best"], 2, "'best'"),
+        (["logits", "MODEL", "hi", "--columns", "top_k=4,top_p=0.5"], 1, "contradict"),
+        (["logits", "MODEL", "hi", "--columns", "top_k=100000"], 1, "at most"),
+        (["logits", "MODEL", "hi", "--columns", '["hello world"]'], 1, "not one token"),
         (["logits", "MODEL", "hi" * 500], 1, "context"),
         (["logits", "MODEL", "--file", "missing.txt"], 1, "missing.txt: No such file"),
         (["logits", "/none/model", "hi"], 1, "/none/model"),

@@ -196,7 +196,12 @@ def test_a_result_comes_through_as_json_and_as_a_stream(dtype: Any, rows: Any) -
     engine = FakeEngine.open(vocab_size=VOCAB, dtype=str(dtype))
     result = engine.logits([3, 1, 4, 1, 5], select=Select(rows), summary=True)
     sink = io.BytesIO()
-    write_stream(sink, blocks_of(result, 0), result.identity, [request_of_result(result, 0)])
+    write_stream(
+        sink,
+        blocks_of(result, 0),
+        result.identity,
+        [request_of_result(result, 0, Select(result.positions.tolist()))],
+    )
     text = json.dumps(logits_to_json(result))
     for back in (logits_from_json(json.loads(text)), *read_results(sink.getvalue())):
         assert_same_bits(np.asarray(back), np.asarray(result))

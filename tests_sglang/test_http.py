@@ -89,6 +89,25 @@ def test_ids_and_selections_over_http(server: str, oracle: Any, close: Callable[
     close("HTTP, float16", found, oracle(ids)[-1:], tolerance=0.02)
 
 
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"vocab": [504, 9]}, {"sample": 5}], ids=str)
+def test_some_columns_over_http(server: str, oracle: Any, close: Callable[..., None], cut: Any) -> None:
+    ids = [504, 3575, 282, 4649]
+    select = {"positions": [1, 3], **cut}
+    body = {"input_ids": ids, "select": select}
+    (arrow,) = read_results(post(f"{server}/logits", body))
+    plain = logits_from_json(json.loads(post(f"{server}/logits", {**body, "format": "json"}))["logits"])
+    asked = {"input_ids": ids, "sampling_params": GREEDY, "return_logits": {"select": select}}
+    made = logits_from_json(json.loads(post(f"{server}/generate", asked))["meta_info"]["logits"])
+    truth = oracle(ids)
+    for found in (arrow, plain, made):
+        assert found.positions.tolist() == [1, 3]
+        entries = found.values.entries()
+        rows = np.repeat([1, 3], entries.lengths)
+        close("HTTP, some columns", entries.values, truth[rows, entries.ids])
+        assert found.dropped_mass().max() < 1
+    assert np.array_equal(arrow.values.ids, plain.values.ids)
+
+
 def test_bad_requests_are_400_and_the_server_goes_on(server: str) -> None:
     for path, body, match in [
         ("generate", {"text": FRANCE, "return_logits": {"selekt": 1}}, "selekt"),
@@ -96,6 +115,9 @@ def test_bad_requests_are_400_and_the_server_goes_on(server: str) -> None:
         ("logits", {"text": FRANCE, "format": "xml"}, "xml"),
         ("logits", {"prompt": FRANCE}, "prompt"),
         ("logits", {"text": FRANCE, "select": [99]}, "99"),
+        ("logits", {"text": FRANCE, "select": {"top_k": 10**6}}, "at most 49152"),
+        ("logits", {"text": FRANCE, "select": {"vocab": [" Paris"]}}, "tokenizer"),
+        ("generate", {"text": FRANCE, "return_logits": {"select": {"top_k": 3, "top_p": 0.5}}}, "contradict"),
         ("generate", {"text": FRANCE, "return_logits": {"encode": "hidden"}}, "hidden"),
         ("logits", {"text": FRANCE, "encode": "hidden-float16"}, "hidden"),
         ("logits", {}, ""),

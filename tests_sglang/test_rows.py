@@ -179,6 +179,61 @@ def test_encodings_are_applied_before_the_hand_over(engine: Any, encode: str) ->
     assert np.array_equal(values.view(np.uint16), exact.astype(values.dtype).view(np.uint16))
 
 
+CUTS: list[dict[str, Any]] = [
+    {"vocab": [504, 3, 40_000]},
+    {"vocab": [504, 3], "logsumexp": False},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"threshold": 12.0},
+    {"sample": 7, "seed": 2},
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_some_columns_are_kept_in_the_scheduler(engine: Any, oracle: Any, close: Any, cut: Any) -> None:
+    ids = prompts(90)[0]
+    answers = engine.generate(
+        input_ids=[ids, ids[:9], ids],
+        sampling_params=GREEDY,
+        return_logits=[{"select": Select(**cut)}, True, {"select": cut | {"positions": "generated"}}],
+    )
+    assert logits_of(answers[1]).shape[1] == 49152
+    for answer, positions in ((answers[0], np.arange(101)), (answers[2], np.arange(89, 101))):
+        found = logits_of(answer)
+        assert found.positions.tolist() == positions.tolist()
+        check_cut(found, oracle(found.token_ids)[positions], cut)
+    check_cut(engine.logits(input_ids=ids, select=Select(**cut)), oracle(ids), cut)
+
+
+@pytest.mark.parametrize("cut", [CUTS[0], CUTS[3]], ids=str)
+def test_a_stream_of_some_columns(engine: Any, oracle: Any, close: Any, cut: Any) -> None:
+    chunks = [
+        logits_of(chunk)
+        for chunk in engine.generate(FRANCE, GREEDY, return_logits={"select": cut}, stream=True)
+    ]
+    truth = oracle(chunks[-1].token_ids)
+    assert np.concatenate([chunk.positions for chunk in chunks]).tolist() == list(range(16))
+    for chunk in chunks:
+        check_cut(chunk, truth[chunk.positions], cut)
+
+
+def check_cut(found: Logits, truth: Any, cut: dict[str, Any]) -> None:
+    truth = truth.astype(np.float64)
+    entries = found.values.entries()
+    rows = np.repeat(np.arange(len(found)), entries.lengths)
+    assert np.abs(entries.values - truth[rows, entries.ids]).max() < 5e-4
+    if "top_k" in cut:
+        assert np.array_equal(entries.ids.reshape(-1, 5)[:, 0], truth.argmax(1))
+    if "vocab" in cut:
+        assert entries.ids.tolist() == cut["vocab"] * len(found)
+    if "sample" in cut:
+        assert (found.values.sums(entries.counts) == cut["sample"]).all()
+    if cut.get("logsumexp", True):
+        mass = np.exp(truth - np.logaddexp.reduce(truth, axis=1)[:, None])[rows, entries.ids]
+        assert np.abs(1 - found.dropped_mass() - found.values.sums(mass)).max() < 1e-3
+
+
 def test_summaries_without_rows(engine: Any, oracle: Any) -> None:
     found = engine.logits(FRANCE, select=Select(vocab=None), summary=True)
     truth = oracle(found.token_ids).astype(np.float64)

@@ -14,12 +14,14 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
-from logitscope.encodings import encoding
+from logitscope.encodings import encoding, kept_format
 from logitscope.errors import EncodingError, LogitscopeError, NonFiniteError
 from logitscope.numerics import device as numerics
-from logitscope.rows import Buffer, Chunk, Identity, Ids, Request, RowBlock, Stage
+from logitscope.numerics import entries
+from logitscope.rows import Buffer, Chunk, Container, Entries, Identity, Ids, Request, RowBlock, Stage
 
 _AHEAD = 2
 _T = TypeVar("_T")
@@ -60,6 +62,44 @@ def _ready(item: PendingBlock | _T) -> RowBlock | _T:
     return item.wait() if isinstance(item, PendingBlock) else item
 
 
+@dataclasses.dataclass
+class LogitsChunk:
+    """Logits ``[rows, vocab_size]`` that are there; a `logitscope.rows.Chunk`.
+
+    Attributes:
+        values: a tensor.
+        positions: of the rows.
+        targets: ids that they score, ``[rows]``.
+        hidden_rows: the head's input for them, where it is known.
+    """
+
+    values: torch.Tensor
+    positions: NDArray[np.int64]
+    targets: Any
+    hidden_rows: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """Of the logits."""
+        return self.values.device
+
+    def logits(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits."""
+        return self.values if out is None else out.copy_(self.values)
+
+    def columns(self, ids: torch.Tensor) -> torch.Tensor:
+        """Some columns of them."""
+        return self.values[:, ids]
+
+    def hidden(self) -> Any:
+        """The head's input."""
+        return self.hidden_rows
+
+    def non_finite(self) -> torch.Tensor:
+        """Whether a row is NaN or infinite."""
+        return ~(self.values.amax() < float("inf"))
+
+
 class Extractor:
     """Applies one request's ``select.vocab``, ``encode`` and ``summary`` to chunks of its rows.
 
@@ -83,13 +123,21 @@ class Extractor:
         self.request, self.index, self.stage, self.buffer = request, index, stage, buffer
         self.encoding = encoding(request.value_format(stage, identity.dtype))
         self.direct = self.encoding.name == (identity.dtype if stage == "raw" else "float32")
-        self.keep_values = request.select is not None and request.select.vocab is not None
-        self.format = self.encoding.row_format(identity) if self.keep_values else None
+        self.container: Container = "none" if request.select is None else request.select.container
+        self.format = kept_format(request, stage, identity)
         self.rows = 0
+        self._prompt_key = xxhash.xxh3_64_intdigest(np.asarray(request.token_ids, np.int32).tobytes())
+        self._ids: dict[torch.device, torch.Tensor] = {}
 
     def writes_directly(self, device: str) -> bool:
         """Whether logits of a device of this type are computed where they stay, without a copy."""
-        return self.keep_values and self.direct and device == "cpu" and not self.request.keep_on_device
+        dense = self.container == "dense" and self.direct
+        return dense and device == "cpu" and not self.request.keep_on_device
+
+    @property
+    def multiplies_columns(self) -> bool:
+        """Whether nothing but some columns of the rows is needed."""
+        return self.container == "columns" and not self.request.summary
 
     def extract(self, chunk: Chunk, *, token_ids: Ids | None = None) -> PendingBlock:
         """Begin the block of a chunk; its rows follow those of the chunk before it.
@@ -108,11 +156,11 @@ class Extractor:
         return pending
 
     def _fill(self, chunk: Chunk, pending: PendingBlock) -> None:
-        if not (self.keep_values or self.request.summary):
+        if self.container == "none" and not self.request.summary:
             return
-        kept = self._keep(chunk, pending) if self.keep_values else None
+        logits = self._keep(chunk, pending)
         if self.request.summary:
-            logits = chunk.logits() if kept is None or self.encoding.of_hidden else kept
+            logits = chunk.logits() if logits is None else logits
             targets = _int64(chunk.targets).to(chunk.device, non_blocking=True)
             for name, values in numerics.summaries(logits, targets, self.request.summary).items():
                 pending.block.summary[name] = to_host(values, pending)
@@ -120,25 +168,99 @@ class Extractor:
         if bad is not None:
             self._check(pending, bad, non_finite)
 
-    def _keep(self, chunk: Chunk, pending: PendingBlock) -> torch.Tensor:
-        """Encode into the block's values; returns the logits or hidden rows themselves."""
+    def _keep(self, chunk: Chunk, pending: PendingBlock) -> torch.Tensor | None:
+        """Put what is kept of the rows into the block; returns their logits where they were needed."""
         block = pending.block
-        if self.request.keep_on_device:
+        if self.container == "none":
+            return None
+        if self.container == "sparse":
             logits: torch.Tensor = chunk.logits()
+            self._keep_entries(logits, chunk.positions, pending)
+            return logits
+        if self.container == "columns":
+            return self._keep_columns(chunk, pending)
+        if self.request.keep_on_device:
+            logits = chunk.logits()
             # Always a copy: the engine uses the tensor of its logits again.
             block.values = self._encoded(logits, self._empty_like(logits), pending)
             return logits
-        block.values = self._array(block)
         if self.writes_directly(chunk.device.type):
+            block.values = self._array(block)
             direct: torch.Tensor = chunk.logits(out=tensor_over(block.values))
             return direct
         rows: torch.Tensor = chunk.hidden() if self.encoding.of_hidden else chunk.logits()
+        self._put(rows, pending)
+        return None if self.encoding.of_hidden else rows
+
+    def _put(self, rows: torch.Tensor, pending: PendingBlock) -> None:
+        """Encode rows into the block's values on the host."""
+        block = pending.block
+        block.values = self._array(block)
         if rows.device.type == "cpu":
             self._encoded(rows, tensor_over(block.values), pending)
         else:
             encoded = rows if self.direct else self._encoded(rows, self._empty_like(rows), pending)
             to_host(encoded, pending, block.values)
-        return rows
+
+    def _keep_columns(self, chunk: Chunk, pending: PendingBlock) -> torch.Tensor | None:
+        """Some columns; the others are not even multiplied where nothing else needs them."""
+        ids = self._listed_ids(chunk.device)
+        logits = None if self.multiplies_columns else chunk.logits()
+        rows: torch.Tensor = chunk.columns(ids) if logits is None else logits[:, ids]
+        if logits is None and rows.numel():
+            self._check(pending, ~(rows.amax() < float("inf")), non_finite)
+        if self.request.keep_on_device:
+            pending.block.values = self._encoded(rows, self._empty_like(rows), pending)
+        else:
+            self._put(rows, pending)
+        return logits
+
+    def _keep_entries(
+        self, logits: torch.Tensor, positions: NDArray[np.int64], pending: PendingBlock
+    ) -> None:
+        select = self.request.select
+        assert select is not None
+        if isinstance(select.vocab, tuple):
+            found = entries.listed(logits, *self._listed_entries(positions, logits.device))
+        elif select.sample is None:
+            found = entries.kept(logits, select)
+        else:
+            numbers = entries.uniforms(self._keys(positions), select.seed, select.sample)
+            found = entries.kept(logits, select, uniforms=numbers)
+        values = torch.empty(
+            found.values.shape, dtype=getattr(torch, self.encoding.name), device=logits.device
+        )
+        pending.block.entries = Entries(
+            to_host(found.lengths.int(), pending),
+            to_host(found.ids.int(), pending),
+            to_host(self._encoded(found.values[:, None], values[:, None], pending)[:, 0], pending),
+            None if found.counts is None else to_host(found.counts.int(), pending),
+        )
+
+    def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """What a row's draw depends on beside the seed: prompt, sample and position."""
+        facts = np.empty((len(positions), 3), np.uint64)
+        facts[:, 0], facts[:, 1], facts[:, 2] = self._prompt_key, self.request.sample_index, positions
+        return np.array([xxhash.xxh3_64_intdigest(row.tobytes()) for row in facts], np.uint64)
+
+    def _listed_ids(self, device: torch.device) -> torch.Tensor:
+        """The token ids that are kept of every row, int64 on the device."""
+        assert self.request.select is not None
+        if device not in self._ids:
+            self._ids[device] = torch.tensor(self.request.select.vocab, dtype=torch.int64, device=device)
+        return self._ids[device]
+
+    def _listed_entries(
+        self, positions: NDArray[np.int64], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many ids are kept of each of these rows, and which."""
+        request = self.request
+        assert request.select is not None
+        wanted = request.select.rows(prompt_length=request.prompt_length, new_tokens=request.max_new_tokens)
+        lists = [request.select.vocab[i] for i in np.searchsorted(wanted, positions)]
+        lengths = torch.tensor([len(ids) for ids in lists], dtype=torch.int64)
+        flat = torch.tensor([i for ids in lists for i in ids], dtype=torch.int64)
+        return lengths.to(device), flat.to(device)
 
     def _empty_like(self, rows: torch.Tensor) -> torch.Tensor:
         assert self.format is not None

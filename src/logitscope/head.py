@@ -129,7 +129,8 @@ class Head:
         only those columns are multiplied, ``[rows, len(ids)]``, by another product: last bits may differ.
         """
         if ids is not None:
-            return self._columns(hidden, np.asarray(ids, np.int64))
+            part = tensor_over(np.array(hidden)).to(self.device, self.dtype)
+            return host_array(self.columns(part, torch.from_numpy(np.asarray(ids, np.int64))))
         out = np.empty((len(hidden), self.vocab_size), self.rows_dtype)
         places = tensor_over(out)
         step = self.sizes[0] if self.sizes else _SIZES[-1]
@@ -155,16 +156,19 @@ class Head:
         norms = float(hidden.float().norm(dim=1).max()) * float(self.weight.float().norm(dim=1).max())
         return (half_unit + 64 * torch.finfo(self.dtype).eps) * norms * transform_scale(self.transforms)
 
-    def _columns(self, hidden: NDArray[Any], ids: NDArray[np.int64]) -> NDArray[Any]:
-        part = tensor_over(np.array(hidden)).to(self.device, self.dtype)
+    @torch.no_grad()
+    def columns(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Logits ``[rows, ids]`` of some columns of hidden rows ``[rows, hidden_size]``.
+
+        Only those are multiplied, by another product than `project`: last bits may differ.
+        """
+        part, chosen = hidden.to(self.device), ids.to(self.device)
         if not self.plain:
-            whole = self.module(part)[:, : self.vocab_size]
-            product = whole[:, torch.from_numpy(ids).to(self.device)]
+            product = self.module(part)[:, : self.vocab_size][:, chosen]
         else:
-            chosen = torch.from_numpy(ids).to(self.device)
             bias = None if self.bias is None else self.bias[chosen]
             product = nn.functional.linear(part, self.weight[chosen], bias)
-        return host_array(transform(product.to(getattr(torch, self.rows_dtype.name)), self.transforms))
+        return transform(product.to(getattr(torch, self.rows_dtype.name)), self.transforms)
 
     @property
     def state(self) -> tuple[int, ...]:

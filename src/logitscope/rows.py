@@ -42,30 +42,64 @@ SUMMARY_DTYPES: dict[str, type[np.float32] | type[np.int32]] = {
 HIDDEN_FORMS: tuple[str, ...] = ("hidden", "hidden-float16")
 """Encodings that keep the head's input; rows are rebuilt from it when they are read."""
 
-POSITION_NAMES: tuple[str, ...] = ("all", "prompt", "generated", "last")
+VALUE_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
+"""Encodings that keep the logits themselves; rows of which only some columns are kept take no other."""
+
+POSITION_NAMES: tuple[str, ...] = ("all", "prompt", "generated", "assistant", "last")
 NO_TARGET = -1
 NO_IDS: Ids = np.empty(0, np.int32)
+
+Container: TypeAlias = Literal["none", "dense", "columns", "sparse"]
+"""How kept columns are held: not at all, all of them, the same few of each row, or each row its own."""
+
+_CUTS = ("top_k", "top_p", "min_p", "threshold", "sample")
 
 
 @dataclasses.dataclass(frozen=True)
 class Select:
-    """What to keep of a sequence's rows.
+    """What to keep of a sequence's rows, and of each row's columns.
+
+    At most one of ``vocab``, ``top_k``, ``top_p``, ``min_p``, ``threshold`` and ``sample`` says which columns
+    are kept. Of equal logits the lower id comes first. Rows that are cut so keep their exact ``logsumexp``
+    over the full vocabulary.
 
     Args:
         positions: ``"all"``, ``"prompt"`` (rows ``0 … L-2``), ``"generated"`` (rows ``L-1 …`` of a
-            generation), ``"last"``, a slice, or a list of positions. Negative positions count from
-            the last row.
-        vocab: ``"all"`` keeps every column; ``None`` keeps no values, only summaries.
+            generation), ``"assistant"`` (rows that score the assistant's tokens of a chat), ``"last"``, a
+            slice, or a list of positions. Negative positions count from the last row.
+        vocab: ``"all"`` keeps every column; ``None`` keeps no values, only summaries; a list of token ids, or
+            of texts of one token each, keeps those columns, in that order; a list of such lists has one for
+            each selected row.
+        top_k: keep the ``k`` highest logits.
+        top_p: keep the smallest set of tokens with this probability mass, in (0, 1].
+        min_p: keep tokens with at least this share of the best token's probability, in (0, 1].
+        threshold: keep logits of at least this value; a row may keep none.
+        sample: draw so many ids from the softmax at ``temperature``, with replacement, and keep those that
+            were drawn with their counts: targets without the bias of a top-k.
+        temperature: of that draw.
+        seed: of that draw. A row's ids depend on it, on the prompt, the position and the sample's number.
+        logsumexp: False leaves it out with a list of token ids: then only those columns of the head are
+            multiplied, and there are no log-probabilities.
 
     Example:
         >>> Select(positions=[4, 2]).rows(prompt_length=6, new_tokens=0).tolist()
         [2, 4]
         >>> Select(positions="generated").rows(prompt_length=6, new_tokens=3).tolist()
         [5, 6, 7]
+        >>> Select("last", vocab=[11, 7]).container, Select(top_k=64).container
+        ('columns', 'sparse')
     """
 
     positions: Positions = "all"
-    vocab: Literal["all"] | None = "all"
+    vocab: Any = "all"
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    threshold: float | None = None
+    sample: int | None = None
+    temperature: float = 1.0
+    seed: int = 0
+    logsumexp: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.positions, str):
@@ -80,12 +114,113 @@ class Select:
             _check_slice(self.positions)
         else:
             object.__setattr__(self, "positions", _position_list(self.positions))
-        if self.vocab is not None and self.vocab != "all":
+        object.__setattr__(self, "vocab", _columns(self.vocab))
+        self._check_cuts()
+
+    def _check_cuts(self) -> None:
+        given = [name for name in _CUTS if getattr(self, name) is not None]
+        if self.vocab != "all":
+            given.insert(0, "vocab")
+        if len(given) > 1:
             raise SelectError(
-                "unknown selection of columns",
+                "selections of columns that contradict each other",
+                where="Select",
+                expected=f"one of vocab, {', '.join(_CUTS)}",
+                got=" and ".join(given),
+            )
+        listed = isinstance(self.vocab, tuple)
+        drawn = self.sample is not None
+        checks: tuple[tuple[str, bool, str], ...] = (
+            ("top_k", self.top_k is None or (_is_int(self.top_k) and self.top_k > 0), "an int of 1 or more"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("min_p", self.min_p is None or 0 < self.min_p <= 1, "a number in (0, 1]"),
+            ("threshold", self.threshold is None or self.threshold == self.threshold, "a number"),
+            ("sample", not drawn or (_is_int(self.sample) and self.sample > 0), "an int of 1 or more"),  # type: ignore[operator]
+            ("temperature", 0 < self.temperature < float("inf"), "a finite number > 0"),
+            ("temperature", drawn or self.temperature == 1.0, "none without sample"),
+            ("seed", _is_int(self.seed) and 0 <= self.seed < 2**63, "an int in [0, 2**63)"),
+            ("seed", drawn or self.seed == 0, "none without sample"),
+            ("logsumexp", self.logsumexp or listed, "True unless vocab is a list of token ids"),
+        )
+        for name, good, expected in checks:
+            if not good:
+                raise SelectError(
+                    "value outside its range",
+                    where=f"Select.{name}",
+                    expected=expected,
+                    got=repr(getattr(self, name)),
+                )
+
+    @property
+    def container(self) -> Container:
+        """How the kept columns are held."""
+        if self.vocab is None:
+            return "none"
+        if isinstance(self.vocab, tuple):
+            return "sparse" if isinstance(self.vocab[0], tuple) else "columns"
+        return "dense" if all(getattr(self, name) is None for name in _CUTS) else "sparse"
+
+    @property
+    def cut(self) -> bool:
+        """Whether some columns are kept and others are not."""
+        return self.container in ("columns", "sparse")
+
+    @property
+    def best(self) -> bool:
+        """Whether what is kept of a row are its best tokens, best first."""
+        return any(getattr(self, name) is not None for name in _CUTS if name != "sample")
+
+    @property
+    def texts(self) -> bool:
+        """Whether token ids are given by their text, which a tokenizer must turn into ids."""
+        if not isinstance(self.vocab, tuple):
+            return False
+        flat = self.vocab if self.container == "columns" else [i for ids in self.vocab for i in ids]
+        return any(isinstance(i, str) for i in flat)
+
+    def check_columns(self, vocab_size: int, rows: int) -> None:
+        """Refuse columns that there are not.
+
+        Args:
+            vocab_size: columns of a row.
+            rows: that are selected; with a list of ids for each of them they must be as many.
+
+        Raises:
+            SelectError: a text, an id outside the vocabulary, more columns than there are, or another number
+                of lists than rows.
+        """
+        if self.texts:
+            raise SelectError(
+                "token ids are given as texts, and here is no tokenizer",
                 where="Select.vocab",
-                expected="'all' or None",
-                got=repr(self.vocab),
+                expected="ids",
+                fix="An engine of logitscope.open takes texts.",
+            )
+        if self.top_k is not None and self.top_k > vocab_size:
+            raise SelectError(
+                "more columns than the vocabulary has",
+                where="Select.top_k",
+                expected=f"at most {vocab_size}",
+                got=self.top_k,
+            )
+        if not isinstance(self.vocab, tuple):
+            return
+        lists = [self.vocab] if self.container == "columns" else self.vocab
+        if self.container == "sparse" and len(lists) != rows:
+            raise SelectError(
+                "one list of token ids for each selected row",
+                where="Select.vocab",
+                expected=f"{rows} lists",
+                got=len(lists),
+            )
+        ids = np.array([i for one in lists for i in one], dtype=object)
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if outside.size:
+            raise SelectError(
+                "token id outside the vocabulary",
+                where="Select.vocab",
+                expected=f"0 … {vocab_size - 1}",
+                got=outside[0],
             )
 
     @property
@@ -111,6 +246,13 @@ class Select:
         """
         count = row_count(prompt_length, new_tokens)
         every = np.arange(count, dtype=np.int64)
+        if self.positions == "assistant":
+            raise SelectError(
+                "only a chat has rows of the assistant",
+                where="Select.positions",
+                expected="chat messages, given to an engine of logitscope.open",
+                got="token ids",
+            )
         if isinstance(self.positions, slice):
             return np.sort(every[self.positions])
         if isinstance(self.positions, str):
@@ -158,6 +300,42 @@ def _position_list(positions: object) -> tuple[int, ...]:
             got=repr(positions),
         )
     return tuple(array.tolist())
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _columns(vocab: Any) -> Any:
+    """``"all"``, None, or token ids (or texts) as a tuple, or a tuple of such tuples."""
+    if vocab is None or (isinstance(vocab, str) and vocab == "all"):
+        return vocab
+    listed = vocab.tolist() if hasattr(vocab, "tolist") else vocab
+    good = isinstance(listed, Sequence) and not isinstance(listed, str) and len(listed) > 0
+    if good and all(isinstance(one, Sequence | np.ndarray) and not isinstance(one, str) for one in listed):
+        return tuple(_id_list(one) for one in listed)
+    if not good or not len(listed):
+        raise _no_columns(vocab)
+    return _id_list(listed)
+
+
+def _id_list(ids: Any) -> tuple[int | str, ...]:
+    listed = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if not all(isinstance(i, str) or _is_int(i) for i in listed):
+        raise _no_columns(ids)
+    if len(set(listed)) != len(listed):
+        twice = next(i for n, i in enumerate(listed) if i in listed[:n])
+        raise SelectError("a token is listed twice", where="Select.vocab", got=repr(twice))
+    return tuple(i if isinstance(i, str) else int(i) for i in listed)
+
+
+def _no_columns(got: Any) -> SelectError:
+    return SelectError(
+        "unknown selection of columns",
+        where="Select.vocab",
+        expected="'all', None, a list of token ids or texts, or one such list for each row",
+        got=repr(got)[:80],
+    )
 
 
 def row_count(prompt_length: int, new_tokens: int) -> int:
@@ -295,6 +473,8 @@ class Request:
             )
         if self.max_new_tokens < 0:
             raise OptionError("negative", where="max_new_tokens", expected="≥ 0", got=self.max_new_tokens)
+        if self.select is not None and self.select.cut:
+            self._check_cut(self.select)
         if self.select is not None and self.select.vocab is None and not (self.summary or self.extras):
             raise SelectError(
                 "nothing is kept: no columns and no summaries",
@@ -320,6 +500,31 @@ class Request:
                 where="processed",
                 fix="Select positions='generated', a list, or a slice from the front.",
             )
+
+    def _check_cut(self, select: Select) -> None:
+        """Rows of which some columns are kept: in what form, and with their logsumexp."""
+        if self.encode is not None and self.encode not in VALUE_DTYPES:
+            raise SelectError(
+                "this encoding needs whole rows, and only some columns are kept",
+                where="encode",
+                expected=f"one of {', '.join(VALUE_DTYPES)}",
+                got=repr(self.encode),
+            )
+        if select.container == "sparse" and self.keep_on_device:
+            raise SelectError(
+                "rows with columns of their own are kept on the host",
+                where="Select",
+                fix="Leave out device='keep', or list the token ids.",
+            )
+        if isinstance(select.vocab[0], tuple) and self.max_new_tokens and select.from_the_end:
+            raise SelectError(
+                "lists of token ids for rows that are known only when the generation ends",
+                where="Select.vocab",
+                expected="positions that do not count from the end",
+            )
+        if select.logsumexp and "logsumexp" not in self.summary:
+            kept = {*self.summary, "logsumexp"}
+            object.__setattr__(self, "summary", tuple(name for name in SUMMARIES if name in kept))
 
     @property
     def extras(self) -> bool:
@@ -401,8 +606,55 @@ class Verification:
 
 Buffer: TypeAlias = Callable[[int, Stage, int, int], "NDArray[Any]"]
 """``buffer(index, stage, first, rows)``: where rows ``first … first + rows - 1`` of a request's kept
-rows go: a C-contiguous array ``[rows, width]`` of the encoding's dtype and width (`vocab_size`, or the hidden
-size) that the consumer owns."""
+rows go: a C-contiguous array ``[rows, width]`` of the encoding's dtype and width (`vocab_size`, the hidden
+size, or the number of selected ids) that the consumer owns. Entries do not go there."""
+
+
+@dataclasses.dataclass
+class Entries:
+    """Kept entries of rows that have columns of their own, row after row.
+
+    Attributes:
+        lengths: entries of each row, int32 ``[rows]``.
+        ids: token ids, int32 ``[entries]``; within a row best first, or in the order of the list that was
+            given, or ascending where they were drawn.
+        values: logits ``[entries]`` in the encoding's dtype.
+        counts: how often each was drawn, int32 ``[entries]``; None unless they were.
+    """
+
+    lengths: Ids
+    ids: Ids
+    values: NDArray[Any]
+    counts: Ids | None = None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """By name, without counts where there are none."""
+        found = {"lengths": self.lengths, "ids": self.ids, "values": self.values}
+        return found if self.counts is None else {**found, "counts": self.counts}
+
+    def rows(self, index: slice | NDArray[Any]) -> Entries:
+        """Some of the rows; a slice without step is a view."""
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        first = ends - self.lengths
+        chosen = np.arange(len(self))[index]
+        lengths = self.lengths[index]
+        if chosen.size and np.array_equal(chosen, np.arange(chosen[0], chosen[0] + chosen.size)):
+            place: Any = slice(first[chosen[0]], ends[chosen[-1]])
+        else:
+            inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            place = np.repeat(first[chosen], lengths) + inside
+        counts = None if self.counts is None else self.counts[place]
+        return Entries(lengths, self.ids[place], self.values[place], counts)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Entries], dtype: Any, *, counted: bool) -> Entries:
+        """The rows of several, one after the other; no rows of that dtype where there are none."""
+        empty = cls(NO_IDS, NO_IDS, np.empty(0, dtype), NO_IDS if counted else None)
+        columns = zip(*(part.arrays().values() for part in [empty, *parts]), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
 
 
 @dataclasses.dataclass
@@ -412,9 +664,11 @@ class RowBlock:
     Attributes:
         index: the request's place in the list that was streamed.
         positions: int64 ``[rows]``.
-        values: ``[rows, vocab_size]`` in the encoding's dtype (bfloat16 is the ml_dtypes one); hidden
-            rows ``[rows, hidden_size]`` in a hidden form; None when no columns are kept; a tensor on the
-            engine's device when that was asked.
+        values: ``[rows, vocab_size]`` in the encoding's dtype (bfloat16 is the ml_dtypes one), or
+            ``[rows, ids]`` of the token ids that were selected; hidden rows ``[rows, hidden_size]`` in a
+            hidden form; None when no columns are kept, or each row has its own; a tensor on the engine's
+            device when that was asked.
+        entries: kept entries of rows that have columns of their own; else None.
         summary: per-row arrays ``[rows]`` over the full vocabulary, as kept.
         hidden_states: layer → ``[rows, hidden_size]``.
         attentions: layer → ``[rows, heads, keys]``; keys beyond the row's position are 0.
@@ -430,6 +684,7 @@ class RowBlock:
     attentions: dict[int, NDArray[Any]] = dataclasses.field(default_factory=dict)
     token_ids: Ids = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     stage: Stage = "raw"
+    entries: Entries | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -483,6 +738,9 @@ class Chunk(Protocol):
         With ``out``, a contiguous tensor of that shape and dtype, they are written there. Without it the
         tensor belongs to the engine: read it before the next chunk asks for its logits.
         """
+
+    def columns(self, ids: Any) -> Any:
+        """Logits ``[rows, ids]`` of some columns, a tensor of their own; ``ids`` is an int64 tensor there."""
 
     def hidden(self) -> Any:
         """Input of the head, a tensor ``[rows, hidden_size]``; it belongs to the engine, as logits do."""

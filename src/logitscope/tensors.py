@@ -167,6 +167,20 @@ def to_arrow(values: Any, name: str) -> tuple[Any, Any]:
     return pyarrow.field(name, kind, nullable=False, metadata={"dtype": rows.dtype.name}), lists
 
 
+def lists_to_arrow(entries: Any) -> dict[str, Any]:
+    """Entries of rows as Arrow lists, one a row: ``kept_ids``, ``logits``, and ``counts`` where drawn."""
+    pyarrow = require("pyarrow")
+    offsets = pyarrow.array(np.concatenate([[0], np.cumsum(entries.lengths)]).astype(np.int32))
+    values = entries.values
+    values = values.astype(np.float32) if values.dtype == BFLOAT16 else values
+    columns = {"kept_ids": entries.ids, "logits": values, "counts": entries.counts}
+    return {
+        name: pyarrow.ListArray.from_arrays(offsets, pyarrow.array(array))
+        for name, array in columns.items()
+        if array is not None
+    }
+
+
 def dlpack(
     values: Any,
     *,

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from logitscope.errors import InputError
+from logitscope.errors import InputError, SelectError
 from logitscope.rows import Ids
 
 
@@ -49,16 +49,66 @@ class Tokenizer:
         The assistant's turn is opened unless the last message is the assistant's own; then, when
         generating, that message is left open and goes on.
         """
-        last = messages[-1].get("role")
+        own = messages[-1].get("role") == "assistant"
+        return self._templated(messages, opened=not own, going_on=generate and own)
+
+    def assistant_tokens(
+        self, messages: Sequence[Mapping[str, Any]], token_ids: Ids
+    ) -> list[tuple[int, int]]:
+        """First token of each of the assistant's messages in a chat, and the one after its last.
+
+        The token that ends the turn belongs to it, white space after that does not.
+
+        Args:
+            messages: the chat.
+            token_ids: that `encode_chat` made of it.
+
+        Raises:
+            SelectError: the template writes a message otherwise when others follow.
+        """
+        found = []
+        for i, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before = self._templated(messages[:i], opened=True)
+            after = self._templated(messages[: i + 1], opened=False)
+            last = min(len(after), len(token_ids))
+            same = len(before) <= last and np.array_equal(token_ids[: len(before)], before)
+            if not same or not np.array_equal(token_ids[:last], after[:last]):
+                raise SelectError(
+                    "the chat template writes a message otherwise when others follow",
+                    where=f"messages[{i}]",
+                    fix="Give the positions themselves.",
+                )
+            found.append((len(before), self._turn_end(token_ids, len(before), last)))
+        return found
+
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of a text by itself, without the special tokens that the tokenizer adds."""
+        return [int(i) for i in self.wrapped(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+    def _turn_end(self, token_ids: Ids, first: int, last: int) -> int:
+        """Where a message ends: after its last special token, if nothing but white space follows."""
+        special = set(self.wrapped.all_special_ids)
+        end = last
+        while end > first and int(token_ids[end - 1]) not in special:
+            if self.pieces(token_ids[end - 1 : end])[0].strip():
+                return last
+            end -= 1
+        return end if end > first else last
+
+    def _templated(
+        self, messages: Sequence[Mapping[str, Any]], *, opened: bool, going_on: bool = False
+    ) -> Ids:
         try:
             encoded = self.wrapped.apply_chat_template(
                 list(messages),
-                add_generation_prompt=last != "assistant",
-                continue_final_message=generate and last == "assistant",
+                add_generation_prompt=opened,
+                continue_final_message=going_on,
                 tokenize=True,
                 return_dict=True,
             )
-        except (ValueError, TypeError, KeyError, ImportError) as error:
+        except (ValueError, TypeError, KeyError, ImportError, IndexError) as error:
             raise InputError(f"the chat template failed: {error}", where="messages") from error
         return np.asarray(encoded["input_ids"], dtype=np.int32)
 

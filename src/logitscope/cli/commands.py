@@ -102,6 +102,7 @@ def logits(
     html: opt.Html = None,
     out: opt.Out = None,
     select: opt.SelectRows = "all",
+    columns: opt.Columns = None,
     encode: opt.Encode = None,
     summary: opt.Summary = False,
     dtype: opt.ModelDtype = None,
@@ -116,7 +117,8 @@ def logits(
 
         inputs = prompts(text, file, whole=whole)
         with _open(model, dtype=dtype, device=device) as engine, row_progress("scoring") as progress:
-            keep: dict[str, Any] = {"select": select, "encode": encode, "summary": _summary(select, summary)}
+            chosen = opt.selection(select, columns)
+            keep: dict[str, Any] = {"select": chosen, "encode": encode, "summary": _summary(chosen, summary)}
             members = list(cast("LogitsBatch", engine.logits(inputs, **keep, progress=progress)))
         if as_json:
             for member in members:
@@ -162,6 +164,7 @@ def generate(
     html: opt.Html = None,
     out: opt.Out = None,
     select: opt.SelectRows = "all",
+    columns: opt.Columns = None,
     encode: opt.Encode = None,
     summary: opt.Summary = False,
     dtype: opt.ModelDtype = None,
@@ -176,7 +179,8 @@ def generate(
 
         inputs = prompts(text, file, whole=whole)
         with _open(model, dtype=dtype, device=device) as engine, row_progress("generating") as progress:
-            keep: dict[str, Any] = {"select": select, "encode": encode, "summary": _summary(select, summary)}
+            chosen = opt.selection(select, columns)
+            keep: dict[str, Any] = {"select": chosen, "encode": encode, "summary": _summary(chosen, summary)}
             found = engine.generate(
                 inputs,
                 max_new_tokens=max_new_tokens,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +16,7 @@ from logitscope.rows import POSITION_NAMES, Select
 _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+))?")
 _LIST = re.compile(r"-?\d+(,-?\d+)*")
 _FILES = (".npz", ".safetensors")
+_CUTS = ("top_k", "top_p", "min_p", "threshold", "sample")
 
 
 class Dtype(enum.StrEnum):
@@ -50,6 +53,34 @@ def parse_select(text: str) -> Select:
     if _LIST.fullmatch(text):
         return Select(positions=[int(position) for position in text.split(",")])
     raise typer.BadParameter(f"{text!r} is none of {', '.join(POSITION_NAMES)}, none, a:b, or 1,2,3.")
+
+
+def parse_columns(text: str) -> dict[str, Any]:
+    """``top_k=64``, ``top_p=0.9``, ``sample=32,temperature=0.7``, ``1,2,3``, or texts as a JSON list."""
+    try:
+        if text.lstrip().startswith("["):
+            return {"vocab": json.loads(text)}
+        if _LIST.fullmatch(text):
+            return {"vocab": [int(token_id) for token_id in text.split(",")]}
+        found = {
+            name: json.loads(value) for name, _, value in (one.partition("=") for one in text.split(","))
+        }
+        if found and set(found) <= {*_CUTS, "temperature", "seed"}:
+            return found
+    except ValueError:
+        pass
+    raise typer.BadParameter(
+        f'{text!r} is none of {", ".join(f"{name}=…" for name in _CUTS)}, 1,2,3, or [" yes", " no"].'
+    )
+
+
+def selection(rows: Select, columns: dict[str, Any] | None) -> Select:
+    """Rows and columns of both options.
+
+    Raises:
+        SelectError: they contradict each other.
+    """
+    return rows if columns is None else dataclasses.replace(rows, **columns)
 
 
 def parse_bias(text: str) -> tuple[int, float]:
@@ -111,6 +142,16 @@ SelectRows = Annotated[
         metavar="ROWS",
         parser=parse_select,
         help="Rows to keep: all, prompt, generated, last, a:b, or 1,2,3; none keeps summaries alone.",
+    ),
+]
+Columns = Annotated[
+    Any,
+    typer.Option(
+        "--columns",
+        metavar="COLUMNS",
+        parser=parse_columns,
+        help="Columns to keep of each row: top_k=64, top_p=0.9, min_p=0.1, threshold=5, sample=32 (with "
+        "temperature= and seed=), token ids 1,2,3, or texts as a JSON list.",
     ),
 ]
 Encode = Annotated[

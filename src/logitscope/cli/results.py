@@ -15,6 +15,7 @@ from rich.text import Text
 
 from logitscope.engines.results import Generation
 from logitscope.logits import Logits, LogitsBatch
+from logitscope.logits.cut import CutRows
 from logitscope.logits.files import atomic_write
 from logitscope.logits.view import mean_nll, pieces, visible
 from logitscope.rows import SUMMARIES
@@ -50,6 +51,8 @@ def show_generation(console: Console, generation: Generation, *, top: int) -> No
 def shape_text(logits: Logits) -> str:
     """Such as ``[20, 49152] float32, raw``."""
     values = "only summaries" if logits.values is None else dtype_name(logits)
+    if isinstance(logits.values, CutRows):
+        values = f"{int(logits.values.lengths.sum()):,} entries in {values}"
     return f"{list(logits.shape)} {values}, {logits.stage}"
 
 
@@ -81,7 +84,7 @@ def document(logits: Logits, *, top: int, every_summary: bool) -> dict[str, Any]
     """One sequence as JSON: tokens, positions, summaries and the best tokens; never full rows."""
     identity = logits.identity
     names = SUMMARIES if every_summary else JSON_SUMMARIES
-    had = [name for name in names if logits.values is not None or name in logits.summary]
+    had = [name for name in names if name in logits.available]
     found: dict[str, Any] = {
         "model": identity.model,
         "quantization": identity.quantization,
@@ -98,8 +101,9 @@ def document(logits: Logits, *, top: int, every_summary: bool) -> dict[str, Any]
         "targets": logits.targets.tolist(),
         "summary": {name: numbers(array) for name, array in logits.summaries(had).items()},
     }
-    if top and logits.values is not None and len(logits):
-        best = logits.top_k(min(top, logits.vocab_size))
+    shown = min(top, logits.best_known)
+    if shown and len(logits):
+        best = logits.top_k(shown)
         flat = pieces(logits, best.token_ids.reshape(-1))
         k = best.token_ids.shape[1]
         found["top_k"] = {

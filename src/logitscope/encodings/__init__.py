@@ -12,7 +12,7 @@ from logitscope.encodings.q8 import Q8
 from logitscope.encodings.q16 import Q16
 from logitscope.encodings.quantized import Quantized, QuantizedRows
 from logitscope.errors import OptionError
-from logitscope.rows import HIDDEN_FORMS
+from logitscope.rows import HIDDEN_FORMS, Identity, Request, Stage
 
 __all__ = [
     "DTYPES",
@@ -31,6 +31,7 @@ __all__ = [
     "RowHead",
     "dtype_of",
     "encoding",
+    "kept_format",
 ]
 
 ENCODINGS: dict[str, Encoding] = {
@@ -63,3 +64,17 @@ def encoding(name: str) -> Encoding:
             "unknown encoding", where="encode", expected=f"one of {', '.join(ENCODINGS)}", got=repr(name)
         )
     return ENCODINGS[name]
+
+
+def kept_format(request: Request, stage: Stage, identity: Identity) -> RowFormat | None:
+    """How a request's kept rows lie in memory; None where it keeps no rows of one width.
+
+    Raises:
+        OptionError: there is no such encoding.
+        EncodingError: such rows cannot be kept in it.
+    """
+    select = request.select
+    if select is None or select.container not in ("dense", "columns"):
+        return None
+    row = encoding(request.value_format(stage, identity.dtype)).row_format(identity)
+    return row if select.container == "dense" else RowFormat(row.dtype, len(select.vocab))

@@ -43,6 +43,13 @@ class Dense:
         """Bound of ``|decoded - value| / |value|`` for normal values; 0 when nothing is rounded."""
         return 0.0 if self.name in (model_dtype, "float32") else _UNIT_ROUNDOFF[self.name]
 
+    def error_bound(self, largest: NDArray[np.float64], model_dtype: str) -> NDArray[np.float32]:
+        """Bound of ``|decoded - value|`` in rows whose largest absolute values are given."""
+        spacing = {"float16": 2.0**-25}.get(self.name, 0.0)  # half a step of float16's smallest numbers
+        relative = self.relative_error(model_dtype)
+        bound = (largest * relative / (1 - relative) + spacing) * (1 + 2.0**-20)
+        return bound.astype(np.float32)
+
     def encode(self, rows: Any, out: Any) -> Any | None:
         """Write logits, a tensor ``[rows, vocab_size]``, into the tensor ``out`` of this dtype.
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 
-from logitscope.encodings import encoding
-from logitscope.engines.inputs import Inputs, check_ids, read_inputs
+from logitscope.encodings import dtype_of, encoding, kept_format
+from logitscope.engines.inputs import Inputs, Selects, check_ids, per_prompt, read_inputs, resolved
 from logitscope.engines.memory import available_bytes, human
 from logitscope.engines.results import Generation
 from logitscope.errors import (
@@ -23,6 +23,7 @@ from logitscope.errors import (
     HiddenRowsWarning,
     MemoryLimitError,
     OptionError,
+    SelectError,
     TokenIdError,
     UnsupportedError,
 )
@@ -133,7 +134,8 @@ class Engine(abc.ABC):
         self,
         inputs: Inputs,
         *,
-        select: Select | None = None,
+        select: Selects = None,
+        logits_to_keep: int | None = None,
         encode: str | None = None,
         summary: bool | Sequence[str] = False,
         hidden_states: Sequence[int] = (),
@@ -145,8 +147,10 @@ class Engine(abc.ABC):
 
         Args:
             inputs: text, token ids or chat messages; one, or a list.
-            select: which rows and columns to keep; all by default.
-            encode: ``float32``, ``bfloat16``, ``float16``; None is the model's own dtype. ``hidden`` keeps
+            select: which rows and columns to keep; all by default. A list has one for each prompt.
+            logits_to_keep: keep the last so many rows, as in Transformers; 0 keeps all.
+            encode: ``float32``, ``bfloat16``, ``float16``; None is the model's own dtype. ``q16``, ``q8``,
+                ``float8`` keep codes with a stated error. ``hidden`` keeps
                 the head's input, and rows are rebuilt when they are read (``hidden-float16``: rounded);
                 an engine that cannot do that for a model warns and gives plain rows.
             summary: True for all per-row summaries, or their names.
@@ -163,8 +167,8 @@ class Engine(abc.ABC):
             MemoryLimitError: the result would need more than the limit; nothing was computed.
             NonFiniteError: the model computed NaN.
         """
-        like = _kept(select or Select(), encode, summary, hidden_states, attentions, device)
-        requests, single = self._requests(inputs, 1, like)
+        like = _kept(encode, summary, hidden_states, attentions, device)
+        requests, single = self._requests(inputs, 1, like, _last_rows(select, logits_to_keep) or Select())
         members = [found.logits for found in self._collect(requests, progress) if found.logits is not None]
         return members[0] if single else LogitsBatch(members)
 
@@ -185,7 +189,8 @@ class Engine(abc.ABC):
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
         n: int = 1,
-        select: Select | None = None,
+        select: Selects = None,
+        logits_to_keep: int | None = None,
         encode: str | None = None,
         summary: bool | Sequence[str] = False,
         processed: bool = False,
@@ -201,7 +206,7 @@ class Engine(abc.ABC):
             max_new_tokens: at most so many tokens a sequence, 1 or more.
             return_logits: keep raw rows ``0 … L+n-2`` (prompt and generated tokens).
             n: samples of each prompt; they differ only when ``temperature`` is above 0.
-            select, encode, summary, hidden_states, attentions, device: as in `logits`.
+            select, logits_to_keep, encode, summary, hidden_states, attentions, device: as in `logits`.
             processed: also keep the generated rows after processors and warpers, just before the draw.
 
             The other options are those of `logitscope.rows.Sampling`.
@@ -225,7 +230,9 @@ class Engine(abc.ABC):
             stop_token_ids=tuple(stop_token_ids),
             ignore_eos=ignore_eos,
         )
-        kept = _generation_select(return_logits, select, encode, summary, processed)
+        kept = _generation_select(
+            return_logits, _last_rows(select, logits_to_keep), encode, summary, processed
+        )
         if max_new_tokens < 1:
             raise OptionError(
                 "value outside its range",
@@ -235,12 +242,12 @@ class Engine(abc.ABC):
                 fix="To score a prompt, call logits().",
             )
         like = dataclasses.replace(
-            _kept(kept, encode, summary, hidden_states, attentions, device),
+            _kept(encode, summary, hidden_states, attentions, device),
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             processed=processed,
         )
-        requests, single = self._requests(inputs, n, like)
+        requests, single = self._requests(inputs, n, like, kept)
         collected = self._collect(requests, progress)
         results = [Generation.of(r, found) for r, found in zip(requests, collected, strict=True)]
         return results[0] if single and n == 1 else results
@@ -252,7 +259,7 @@ class Engine(abc.ABC):
         max_new_tokens: int = 0,
         sampling: Sampling | None = None,
         n: int = 1,
-        select: Select | None = None,
+        select: Selects = None,
         encode: str | None = None,
         summary: bool | Sequence[str] = False,
         processed: bool = False,
@@ -262,12 +269,12 @@ class Engine(abc.ABC):
     ) -> list[Request]:
         """The checked requests of a call, for `stream` and `estimate`; ``max_new_tokens=0`` scores."""
         like = dataclasses.replace(
-            _kept(select or Select(), encode, summary, hidden_states, attentions, device),
+            _kept(encode, summary, hidden_states, attentions, device),
             max_new_tokens=max_new_tokens,
             sampling=sampling or Sampling(),
             processed=processed,
         )
-        return self._check(self._requests(inputs, n, like)[0])
+        return self._check(self._requests(inputs, n, like, select or Select())[0])
 
     def stream(self, requests: Iterable[Request], *, buffer: Buffer | None = None) -> Stream:
         """Row blocks of many requests, as they are computed: bounded memory, whatever the length.
@@ -308,7 +315,7 @@ class Engine(abc.ABC):
 
     # -- requests --------------------------------------------------------------------------------------
 
-    def _requests(self, inputs: Inputs, n: int, like: Request) -> tuple[list[Request], bool]:
+    def _requests(self, inputs: Inputs, n: int, like: Request, select: Selects) -> tuple[list[Request], bool]:
         """``n`` requests for each prompt, all of them ``like`` one; and whether the input was no list."""
         self._check_open()
         if n < 1:
@@ -319,9 +326,16 @@ class Engine(abc.ABC):
             vocab_size=self.vocab_size,
             generate=like.max_new_tokens > 0,
         )
+        selects = per_prompt(select, len(prompts))
         return [
-            dataclasses.replace(like, token_ids=ids, prompt_index=i, sample_index=j)
-            for i, ids in enumerate(prompts)
+            dataclasses.replace(
+                like,
+                token_ids=prompt.token_ids,
+                select=resolved(one, prompt, self.tokenizer, like.max_new_tokens),
+                prompt_index=i,
+                sample_index=j,
+            )
+            for i, (prompt, one) in enumerate(zip(prompts, selects, strict=True))
             for j in range(n)
         ], single
 
@@ -352,8 +366,10 @@ class Engine(abc.ABC):
                     )
             if request.sampling.stop and self.tokenizer is None:
                 raise OptionError("stop strings need a tokenizer", where="stop", fix="Use stop_token_ids.")
-            if request.select is not None and not request.max_new_tokens:
-                request.select.rows(prompt_length=request.prompt_length, new_tokens=0)
+            if request.select is not None:
+                if not request.max_new_tokens:
+                    request.select.rows(prompt_length=request.prompt_length, new_tokens=0)
+                request.select.check_columns(self.vocab_size, request.max_rows)
         return requests
 
     def _without_hidden(self, requests: list[Request]) -> list[Request]:
@@ -408,9 +424,13 @@ class Engine(abc.ABC):
 
     def _row_bytes(self, request: Request, stage: Stage) -> int:
         size = sum(np.dtype(SUMMARY_DTYPES[name]).itemsize for name in request.summary)
-        if request.select is not None and request.select.vocab is not None:
-            values = encoding(request.value_format(stage, self.identity.dtype))
-            size += values.row_format(self.identity).nbytes
+        row = kept_format(request, stage, self.identity)
+        if row is not None:
+            size += row.nbytes
+        elif request.select is not None and request.select.cut:
+            itemsize = dtype_of(request.value_format(stage, self.identity.dtype)).itemsize
+            drawn = request.select.sample is not None
+            size += 4 + most_entries(request.select, self.vocab_size) * (itemsize + (8 if drawn else 4))
         return size
 
     def _extras_bytes(self, request: Request) -> int:
@@ -433,11 +453,13 @@ class Engine(abc.ABC):
 
     def _what_fits(self, requests: Sequence[Request], working_bytes: int, limit: int) -> str:
         every = tuple(SUMMARIES)
+        cut = any(request.select is not None and request.select.cut for request in requests)
         ways = {
-            **({"encode='hidden'": dict(encode="hidden")} if self.capabilities.hidden else {}),
+            **({"encode='hidden'": dict(encode="hidden")} if self.capabilities.hidden and not cut else {}),
             "encode='float16'": dict(encode="float16"),
             "select=Select(positions='generated')": dict(select=Select("generated")),
             "select=Select(positions='last')": dict(select=Select("last"), processed=False),
+            "select=Select(top_k=64)": dict(select=Select(top_k=64), encode=None, keep_on_device=False),
             "select=Select(vocab=None), summary=True": dict(select=Select(vocab=None), summary=every),
         }
         fitting = []
@@ -477,11 +499,11 @@ class Engine(abc.ABC):
 
 def _generation_select(
     return_logits: bool,
-    select: Select | None,
+    select: Selects,
     encode: str | None,
     summary: bool | Sequence[str],
     processed: bool,
-) -> Select | None:
+) -> Selects:
     if return_logits:
         return select or Select()
     for name, given in (
@@ -497,26 +519,45 @@ def _generation_select(
     return None
 
 
+def _last_rows(select: Selects, logits_to_keep: int | None) -> Selects:
+    """The selection that ``logits_to_keep`` stands for."""
+    if logits_to_keep is None:
+        return select
+    if select is not None:
+        raise SelectError("rows are selected twice", where="logits_to_keep", expected="no select beside it")
+    if type(logits_to_keep) is not int or logits_to_keep < 0:
+        raise SelectError(
+            "no number of rows", where="logits_to_keep", expected="an int ≥ 0", got=repr(logits_to_keep)
+        )
+    return Select(slice(-logits_to_keep, None)) if logits_to_keep else Select()
+
+
 def _summary_names(summary: bool | Sequence[str]) -> tuple[str, ...]:
     if isinstance(summary, bool):
         return SUMMARIES if summary else ()
     return (summary,) if isinstance(summary, str) else tuple(summary)
 
 
+def most_entries(select: Select, vocab_size: int) -> int:
+    """Upper bound of the kept columns of a row that has its own; exact for a top-k."""
+    if isinstance(select.vocab, tuple):
+        return max(len(ids) for ids in select.vocab)
+    return min(select.top_k or select.sample or vocab_size, vocab_size)
+
+
 def _kept(
-    select: Select | None,
     encode: str | None,
     summary: bool | Sequence[str],
     hidden_states: Sequence[int],
     attentions: Sequence[int],
     device: Device,
 ) -> Request:
-    """What is kept, as a request without a prompt."""
+    """What is kept of the selected rows, as a request without a prompt and a selection."""
     if device not in ("host", "keep"):
         raise OptionError("unknown device", where="device", expected="'host' or 'keep'", got=repr(device))
     return Request(
         NO_IDS,
-        select=select,
+        select=None,
         encode=encode,
         summary=_summary_names(summary),
         hidden_states=tuple(hidden_states),

@@ -15,13 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import logitscope
-from logitscope.encodings import DTYPES, Dense, encoding
+from logitscope.encodings import DTYPES, Dense, encoding, kept_format
 from logitscope.engines.base import Capabilities, Engine
 from logitscope.errors import OptionError
 from logitscope.numerics import host
 from logitscope.rows import (
+    NO_TARGET,
     Buffer,
     End,
+    Entries,
     FinishReason,
     Identity,
     Ids,
@@ -239,21 +241,33 @@ class _Sequence:
         if request.summary:
             scored = targets(np.array(self.ids, np.int32), positions)
             block.summary = host.summaries(rows, scored, request.summary)
-        if request.select is not None and request.select.vocab is not None:
+        row = kept_format(request, stage, engine.identity)
+        if row is not None:
             kind = encoding(request.value_format(stage, engine.identity.dtype))
-            row = kind.row_format(engine.identity)
             if self.buffer is None:
                 block.values = np.empty((len(positions), row.width), row.dtype)
             else:
                 first = int(np.searchsorted(every, positions[0]))
                 block.values = self.buffer(self.index, stage, first, len(positions))
             if isinstance(kind, Dense):  # without PyTorch
-                np.copyto(block.values, rows, casting="unsafe")
+                assert request.select is not None
+                kept = rows if request.select.container == "dense" else rows[:, list(request.select.vocab)]
+                np.copyto(block.values, kept, casting="unsafe")
             else:
                 from logitscope.extract import tensor_over
 
                 kind.encode(tensor_over(rows), tensor_over(block.values))
+        elif request.select is not None and request.select.cut:
+            block.entries = self._entries(stage, positions, rows)
         return block
+
+    def _entries(self, stage: Stage, positions: NDArray[np.int64], rows: NDArray[Any]) -> Entries | None:
+        """What the real extractor keeps of rows with columns of their own."""
+        from logitscope.extract import Extractor, LogitsChunk, tensor_over
+
+        extractor = Extractor(self.request, self.index, identity=self.engine.identity, stage=stage)
+        chunk = LogitsChunk(tensor_over(rows), positions, np.full(len(rows), NO_TARGET, np.int32))
+        return extractor.extract(chunk).wait().entries
 
     def _generate(self) -> Generator[RowBlock, None, End]:
         while True:

@@ -18,7 +18,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from logitscope.encodings import EncodedRows
 from logitscope.engines.base import Capabilities, Engine
 from logitscope.engines.results import generated_text
 from logitscope.errors import (
@@ -29,12 +28,12 @@ from logitscope.errors import (
     RowsError,
 )
 from logitscope.logits import Logits
+from logitscope.logits.collect import row_blocks
 from logitscope.plugins.common.options import Options
 from logitscope.plugins.sglang.frontend import PROCESSED, RESULT
-from logitscope.rows import NO_IDS, Buffer, End, FinishReason, Ids, Request, RowBlock, Stage, Stream
+from logitscope.rows import NO_IDS, Buffer, End, FinishReason, Ids, Request, RowBlock, Stream
 from logitscope.tokenizer import Tokenizer
 
-_BLOCK_ROWS = 256
 _OWN_OPTIONS = ("memory_limit_bytes", "requests_in_flight")
 
 
@@ -200,7 +199,7 @@ class SGLangEngine(Engine):
             if isinstance(found, Logits):
                 rows[stage] = len(found)
                 verification = found.verification or verification
-                yield from _blocks(found, asked, stage, buffer)  # type: ignore[arg-type]
+                yield from row_blocks(found, asked.index, buffer)
         yield End(
             asked.index,
             generated,
@@ -264,24 +263,6 @@ def _ending(reason: Any, asked: _Asked) -> tuple[FinishReason | None, str | int 
     if kind == "stop":
         return "stop", reason.get("matched")
     return "length", None
-
-
-def _blocks(found: Logits, asked: _Asked, stage: Stage, buffer: Buffer | None) -> Iterator[RowBlock]:
-    values = found.values.stored if isinstance(found.values, EncodedRows) else found.values
-    for first in range(0, len(found), _BLOCK_ROWS):
-        rows = slice(first, min(first + _BLOCK_ROWS, len(found)))
-        kept = None if values is None else values[rows]
-        if kept is not None and buffer is not None:
-            place = buffer(asked.index, stage, first, len(kept))
-            place[...] = kept
-            kept = place
-        yield RowBlock(
-            asked.index,
-            found.positions[rows],
-            kept,
-            {name: array[rows] for name, array in found.summary.items()},
-            stage=stage,
-        )
 
 
 def _sglang() -> Any:

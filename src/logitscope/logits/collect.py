@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from logitscope import tensors
-from logitscope.encodings import RowFormat, RowHead, encoding
+from logitscope.encodings import EncodedRows, RowHead, dtype_of, encoding, kept_format
 from logitscope.errors import EncodingError, IncompleteError
+from logitscope.logits.cut import ColumnRows, SparseRows, cut_rows
 from logitscope.logits.sequence import Logits
 from logitscope.rows import (
     SUMMARY_DTYPES,
+    Buffer,
     End,
+    Entries,
     Identity,
     Ids,
     Request,
@@ -24,6 +27,8 @@ from logitscope.rows import (
     Vocabulary,
     row_count,
 )
+
+_BLOCK_ROWS = 256
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,7 +161,8 @@ class Collector:
         if not self._even:
             return None
         if self._block is None:
-            row = _format(self._requests[0], "raw", self._identity)
+            row = kept_format(self._requests[0], "raw", self._identity)
+            assert row is not None
             shape = (len(self._requests), self._requests[0].max_rows, row.width)
             self._block = tensors.empty(shape, row.dtype)
         part: NDArray[Any] = self._block[index]
@@ -199,7 +205,9 @@ class Collector:
 
     def _held(self, rows: _Rows) -> Any:
         """The values, as a result holds them."""
-        stored = rows.values()
+        stored, select = rows.values(), rows.request.select
+        if select is not None and select.cut:
+            return cut_rows(select, stored, self._identity.vocab_size)
         if stored is None or rows.request.keep_on_device:
             return stored
         kind = encoding(rows.request.value_format(rows.stage, self._identity.dtype))
@@ -223,8 +231,10 @@ class _Rows:
         self.keys = 0
         self.positions = np.empty(self.capacity, np.int64)
         self._identity, self._room = identity, room
-        self._keeps = request.select is not None and request.select.vocab is not None
-        self._format = _format(request, stage, identity)
+        self._format = kept_format(request, stage, identity)
+        self._sparse = request.select is not None and request.select.container == "sparse"
+        self._dtype = dtype_of(request.value_format(stage, identity.dtype)) if self._sparse else None
+        self._entries: list[Entries] = []
         self._tensors: list[Any] = []
         raw = stage == "raw"
         # Without a block nothing is known of an extra's size; with one, its array replaces these.
@@ -236,6 +246,7 @@ class _Rows:
 
     def room(self) -> NDArray[Any]:
         """Where all the values go; untouched pages of it cost nothing."""
+        assert self._format is not None
         if self._room is None:
             self._room = tensors.empty((self.capacity, self._format.width), self._format.dtype)
         return self._room
@@ -245,7 +256,9 @@ class _Rows:
         self._check_order(block, where)
         self._check_parts(block, where)
         rows = slice(self.count, self.count + len(block))
-        if self._keeps:
+        if block.entries is not None:
+            self._put_entries(block.entries, rows, where)
+        elif self._format is not None:
             self._put_values(block.values, rows, where)
         for field in ("summary", "hidden_states"):
             for name, array in getattr(block, field).items():
@@ -256,8 +269,11 @@ class _Rows:
         self.count = rows.stop
 
     def values(self) -> Any:
-        """The values of all rows: a view of the room, or one tensor."""
-        if not self._keeps:
+        """The values of all rows: a view of the room, one tensor, or entries."""
+        if self._sparse:
+            assert self.request.select is not None
+            return Entries.joined(self._entries, self._dtype, counted=self.request.select.sample is not None)
+        if self._format is None:
             return None
         if not self.request.keep_on_device:
             return self.room()[: self.count]
@@ -311,10 +327,14 @@ class _Rows:
             )
 
     def _check_parts(self, block: RowBlock, where: str) -> None:
-        wanted: dict[str, set[Any]] = {"values": {"values"} if self._keeps else set()}
+        wanted: dict[str, set[Any]] = {
+            "values": set() if self._format is None else {"values"},
+            "entries": {"entries"} if self._sparse else set(),
+        }
         wanted |= {field: set(parts) for field, parts in self._parts.items()}
         given: dict[str, set[Any]] = {
             "values": set() if block.values is None else {"values"},
+            "entries": set() if block.entries is None else {"entries"},
             "summary": set(block.summary),
             "hidden_states": set(block.hidden_states),
             "attentions": set(block.attentions),
@@ -328,7 +348,27 @@ class _Rows:
                     got=sorted(given[field]),
                 )
 
+    def _put_entries(self, entries: Entries, rows: slice, where: str) -> None:
+        arrays = entries.arrays()
+        dtypes = {name: str(array.dtype) for name, array in arrays.items()}
+        stated = {"lengths": "int32", "ids": "int32", "values": str(self._dtype)}
+        assert self.request.select is not None
+        if self.request.select.sample is not None:
+            stated["counts"] = "int32"
+        total = int(entries.lengths.sum())
+        sizes = {name: len(array) for name, array in arrays.items()}
+        right = {name: rows.stop - rows.start if name == "lengths" else total for name in stated}
+        if dtypes != stated or sizes != right:
+            raise EncodingError(
+                "entries of another number or dtype",
+                where=where,
+                expected=f"{right} of {stated}",
+                got=f"{sizes} of {dtypes}",
+            )
+        self._entries.append(entries)
+
     def _put_values(self, values: Any, rows: slice, where: str) -> None:
+        assert self._format is not None
         shape = (rows.stop - rows.start, self._format.width)
         dtype = str(values.dtype).removeprefix("torch.")
         if tuple(values.shape) != shape or dtype != self._format.dtype.name:
@@ -374,19 +414,42 @@ class _Rows:
         return place
 
 
+def row_blocks(result: Logits, index: int, buffer: Buffer | None = None) -> Iterator[RowBlock]:
+    """The rows of a result as blocks again.
+
+    Args:
+        result: complete.
+        index: its place in the stream.
+        buffer: where values are to be written; views of the result without it.
+    """
+    values = result.values
+    stored = values.stored if isinstance(values, EncodedRows) else values
+    for first in range(0, len(result), _BLOCK_ROWS):
+        rows = slice(first, min(first + _BLOCK_ROWS, len(result)))
+        kept = None if stored is None else stored[rows]
+        block = RowBlock(
+            index,
+            result.positions[rows],
+            None if isinstance(kept, SparseRows) else kept.values if isinstance(kept, ColumnRows) else kept,
+            {name: array[rows] for name, array in result.summary.items()},
+            stage=result.stage,
+            entries=kept.entries() if isinstance(kept, SparseRows) else None,
+        )
+        if block.values is not None and buffer is not None:
+            place = buffer(index, result.stage, first, len(block))
+            place[...] = block.values
+            block.values = place
+        yield block
+
+
 def _even(requests: Sequence[Request], identity: Identity) -> bool:
     """Whether the host rows of a scoring batch fill one block ``[batch, rows, vocab_size]``."""
     dense = all(
-        r.select is not None and r.select.vocab is not None and not (r.keep_on_device or r.max_new_tokens)
+        r.select is not None and r.select.container == "dense" and not (r.keep_on_device or r.max_new_tokens)
         for r in requests
     )
-    kinds = {(r.max_rows, _format(r, "raw", identity)) for r in requests if dense}
+    kinds = {(r.max_rows, kept_format(r, "raw", identity)) for r in requests if dense}
     return dense and len(requests) > 1 and len(kinds) == 1
-
-
-def _format(request: Request, stage: Stage, identity: Identity) -> RowFormat:
-    """How a request's kept rows lie in memory."""
-    return encoding(request.value_format(stage, identity.dtype)).row_format(identity)
 
 
 def _wanted(request: Request, new_tokens: int) -> NDArray[np.int64]:

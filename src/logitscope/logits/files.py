@@ -1,7 +1,9 @@
 """One `Logits` or `LogitsBatch` as a file: ``.npz`` or ``.safetensors``, bit for bit.
 
 Both hold the same arrays, little-endian: ``logits``, ``positions``, ``token_ids``, ``summary.NAME``,
-``hidden_states.LAYER`` and ``attentions.LAYER``; quantized rows come as ``codes`` in place of ``logits``,
+``hidden_states.LAYER`` and ``attentions.LAYER``. Rows of which only some columns were kept have
+``kept.values`` and ``kept.ids`` in place of ``logits``, with ``kept.lengths`` when each row has its own,
+and ``kept.counts`` when they were drawn. Quantized rows come as ``codes`` in place of ``logits``,
 with the formula that decodes them in the metadata; hidden rows as ``hidden``, with the head as
 ``head.weight`` and ``head.bias``, once. In a batch each but the head's begins with the member's number,
 as in ``0.logits``. The metadata is JSON: format, version, identity, stage, encoding, prompt lengths,
@@ -40,6 +42,7 @@ from logitscope.errors import (
     UnsupportedError,
 )
 from logitscope.logits.batch import LogitsBatch
+from logitscope.logits.cut import CutRows
 from logitscope.logits.sequence import Logits
 from logitscope.rows import Identity, Verification, Vocabulary
 
@@ -210,6 +213,8 @@ def _values(logits: Logits) -> dict[str, NDArray[Any]]:
     values = logits.values
     if isinstance(values, HiddenRows):
         return {"hidden": values.stored}
+    if isinstance(values, CutRows):
+        return {f"kept.{name}": tensors.to_numpy(array) for name, array in values.arrays().items()}
     return {"codes": values.stored} if isinstance(values, EncodedRows) else {"logits": logits.to_numpy()}
 
 
@@ -221,6 +226,7 @@ def _metadata(members: list[Logits], arrays: dict[str, NDArray[Any]], *, batch: 
         "identity": dataclasses.asdict(members[0].identity),
         "stage": members[0].stage,
         "encoding": members[0].encoding,
+        "best": [isinstance(member.values, CutRows) and member.values.best for member in members],
         "prompt_lengths": [member.prompt_length for member in members],
         "verifications": [
             None if member.verification is None else dataclasses.asdict(member.verification)
@@ -250,14 +256,15 @@ def _result(
     batch = metadata["batch"]
     identity = Identity(**metadata["identity"])
     head = _loaded_head(metadata, _group(arrays, "head."))
-    verifications = metadata.get("verifications") or [None] * len(metadata["prompt_lengths"])
+    none: list[Any] = [None] * len(metadata["prompt_lengths"])
+    verifications, best = metadata.get("verifications") or none, metadata.get("best") or none
     members = []
     for i, prompt_length in enumerate(metadata["prompt_lengths"]):
         prefix = f"{i}." if batch else ""
         own = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
         members.append(
             Logits(
-                values=_held(own, metadata["encoding"], identity, head),
+                values=_held(own, metadata["encoding"], identity, head, best=bool(best[i])),
                 positions=own["positions"],
                 token_ids=own["token_ids"],
                 prompt_length=prompt_length,
@@ -274,7 +281,12 @@ def _result(
     return LogitsBatch(members) if batch else members[0]
 
 
-def _held(own: dict[str, NDArray[Any]], encode: str | None, identity: Identity, head: RowHead | None) -> Any:
+def _held(
+    own: dict[str, NDArray[Any]], encode: str | None, identity: Identity, head: RowHead | None, *, best: bool
+) -> Any:
+    kept = _group(own, "kept.")
+    if kept:
+        return CutRows.of(dict(kept), identity.vocab_size, best=best)
     for name in ("hidden", "codes"):
         if name in own:
             return encoding(encode or "").held(own[name], identity, head)

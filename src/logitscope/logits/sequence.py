@@ -5,16 +5,24 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from logitscope import tensors
-from logitscope.encodings import EncodedRows
-from logitscope.errors import IdentityMismatchError, InputError, SelectError, UnavailableError
+from logitscope.encodings import Dense, EncodedRows, HiddenRows, QuantizedRows, encoding
+from logitscope.errors import (
+    IdentityMismatchError,
+    InputError,
+    OptionError,
+    SelectError,
+    UnavailableError,
+)
+from logitscope.logits.cut import CutRows
 from logitscope.numerics import checked_names, host
 from logitscope.rows import (
     NO_TARGET,
@@ -35,6 +43,7 @@ if TYPE_CHECKING:
 
 _EDGE_ROWS = 3
 _DECODED_ROWS = 256
+_MASS_ERROR = 4e-6  # of a sum of probabilities whose logsumexp is float32
 _TARGET_SUMMARIES = ("target_logit", "target_logprob", "target_rank")
 
 
@@ -148,8 +157,9 @@ class Logits(RowArrays):
 
     Attributes:
         values: logits ``[rows, vocab_size]``: a host array, a torch tensor when rows were kept on the
-            device, encoded rows that are decoded when they are read (`logitscope.encodings.EncodedRows`), or
-            None when only summaries were kept.
+            device, encoded rows that are decoded when they are read (`logitscope.encodings.EncodedRows`),
+            rows of which some columns were kept (`logitscope.logits.cut.CutRows`), or None when only
+            summaries were kept.
         positions: of the rows, int64 ``[rows]``.
         token_ids: the whole sequence, prompt then generated tokens, int32 ``[N]``.
         prompt_length: ``L``, how many of them are the prompt.
@@ -227,6 +237,27 @@ class Logits(RowArrays):
     def dtype(self) -> Any:
         """NumPy dtype of the values, torch dtype when they lie on the device, None when not kept."""
         return None if self.values is None else self.values.dtype
+
+    @property
+    def cut(self) -> bool:
+        """Whether some columns of the rows were kept and others were not."""
+        return isinstance(self.values, CutRows)
+
+    @property
+    def available(self) -> tuple[str, ...]:
+        """Names of the summaries that can be had: kept ones, and those that the values give exactly."""
+        if self.values is None:
+            return tuple(name for name in SUMMARIES if name in self.summary)
+        if not isinstance(self.values, CutRows):
+            return SUMMARIES
+        return tuple(name for name in SUMMARIES if name in self.summary or self._missing(name) is None)
+
+    @property
+    def best_known(self) -> int:
+        """How many of the best tokens are known of every row."""
+        if self.values is None or not isinstance(self.values, CutRows):
+            return 0 if self.values is None else self.vocab_size
+        return int(self.values.lengths.min(initial=self.vocab_size)) if self.values.best else 0
 
     @property
     def model_dtype(self) -> str:
@@ -348,7 +379,8 @@ class Logits(RowArrays):
 
         Raises:
             OptionError: an unknown name.
-            UnavailableError: neither the summary nor the values were kept.
+            UnavailableError: neither the summary nor the values were kept, or the kept columns do not
+                give it.
         """
         missing = [name for name in checked_names(names) if name not in self.summary]
         computed = self._computed(missing) if missing else {}
@@ -357,9 +389,13 @@ class Logits(RowArrays):
     def logprobs(self) -> Any:
         """Log-probabilities, float32 ``[rows, vocab_size]``, natural log; a tensor when the values are.
 
+        Of rows of which only some columns were kept, a `CutRows` with their exact log-probabilities.
+
         Raises:
-            UnavailableError: only summaries were kept.
+            UnavailableError: only summaries were kept, or columns without their logsumexp.
         """
+        if isinstance(self.values, CutRows):
+            return self.values.with_values(self._cut_logprobs())
         self._exported_or_error()
         found = [self._numerics().log_softmax(part.values) for part in self._decoded()]
         return found[0] if len(found) == 1 else np.concatenate(found)
@@ -369,14 +405,113 @@ class Logits(RowArrays):
 
         Raises:
             OptionError: ``k`` outside ``1 … vocab_size``.
-            UnavailableError: only summaries were kept.
+            UnavailableError: only summaries were kept, or fewer of the best tokens.
         """
+        if isinstance(self.values, CutRows):
+            return self._cut_top_k(self.values, k)
         self._exported_or_error()
         parts = [part._top_k(k) for part in self._decoded()]
         columns = zip(*parts, strict=True)
         return TopK(*(column[0] if len(parts) == 1 else np.concatenate(column) for column in columns))
 
+    def dropped_mass(self) -> NDArray[np.float32]:
+        """Probability of the columns that were not kept, float32 ``[rows]``; 0 for whole rows.
+
+        Raises:
+            UnavailableError: only summaries were kept, or columns without their logsumexp.
+        """
+        if self.values is None:
+            raise self._no_values()
+        if not isinstance(self.values, CutRows):
+            return np.zeros(len(self), np.float32)
+        kept = self.values.sums(np.exp(self._cut_logprobs().astype(np.float64)))
+        return np.clip(1 - kept, 0.0, 1.0).astype(np.float32)
+
+    def bounds(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The least and the most that a summary can be, float32 ``[rows]`` each; equal where it is known.
+
+        For rows of which only some columns were kept. The dropped mass is known; at most it is spread evenly
+        over the dropped tokens, at least it is on as few of them as it can be, where no dropped token of a
+        row of best tokens is likelier than the last kept one.
+
+        Args:
+            name: ``entropy`` (nats), ``target_logprob`` (nats) or ``target_rank``.
+
+        Raises:
+            OptionError: another summary.
+            UnavailableError: only summaries were kept, or columns without their logsumexp.
+        """
+        if name not in ("entropy", "target_logprob", "target_rank"):
+            raise OptionError(
+                "no bounds of it", where="bounds", expected="entropy, target_logprob or target_rank", got=name
+            )
+        if name in self.available:
+            exact = self.summaries((name,))[name].astype(np.float32)
+            return exact, exact
+        if not isinstance(self.values, CutRows):
+            raise self._no_values()
+        return self._cut_bounds(self.values, name)
+
+    def error_bound(self) -> NDArray[np.float32]:
+        """Bound of ``|value - the engine's own|`` in each row, float32 ``[rows]``; 0 where none is rounded.
+
+        For rows rebuilt on another machine or library than the engine's, bounds of hidden rows are what was
+        allowed when they were verified (`Logits.verification`).
+
+        Raises:
+            UnavailableError: only summaries were kept.
+        """
+        if self.values is None:
+            raise self._no_values()
+        if isinstance(self.values, QuantizedRows):
+            return self.values.error_bound()
+        if isinstance(self.values, HiddenRows):
+            bound = np.nan if self.verification is None else self.verification.bound
+            return np.full(len(self), bound, np.float32)
+        kind = encoding(self.encoding or self.model_dtype)
+        if not isinstance(kind, Dense) or not kind.relative_error(self.model_dtype):
+            return np.zeros(len(self), np.float32)
+        return kind.error_bound(self._largest(), self.model_dtype)
+
     # -- hand-over -------------------------------------------------------------------------------------
+
+    def dense(self, fill: float | None = None) -> NDArray[Any]:
+        """The values as an array ``[rows, vocab_size]`` on the host.
+
+        Args:
+            fill: stands where a column was not kept; without it, rows that lack columns are an error.
+
+        Raises:
+            UnavailableError: only summaries were kept, or only some columns and no ``fill`` was given.
+        """
+        if isinstance(self.values, CutRows) and fill is not None:
+            return self.values.dense(fill)
+        return self.to_numpy()
+
+    def to_scipy_sparse(self, of: Literal["logits", "logprobs", "probs"] = "logits") -> Any:
+        """Rows of which some columns were kept as a ``scipy.sparse.csr_array`` ``[rows, vocab_size]``.
+
+        What is not stored was dropped, which is no 0 unless probabilities are taken; float32.
+
+        Args:
+            of: what is stored.
+
+        Raises:
+            UnavailableError: the rows are whole, or have no logsumexp and it is needed.
+        """
+        sparse = tensors.require("scipy.sparse", "scipy")
+        indptr, ids, values = self._compressed(of)
+        return sparse.csr_array((values, ids, indptr), shape=self.shape)
+
+    def to_torch_sparse(self, of: Literal["logits", "logprobs", "probs"] = "logits") -> Any:
+        """As `to_scipy_sparse`, a ``torch.sparse_csr`` tensor."""
+        torch = tensors.require("torch")
+        indptr, ids, values = (torch.from_numpy(array) for array in self._compressed(of))
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "Sparse", UserWarning
+            )  # PyTorch: these tensors may still change
+            return torch.sparse_csr_tensor(indptr, ids, values, size=self.shape, check_invariants=True)
 
     def to_numpy(self) -> NDArray[Any]:
         """The values as a NumPy array ``[rows, vocab_size]``; sharing is as in `logitscope.tensors`.
@@ -410,7 +545,9 @@ class Logits(RowArrays):
         """A ``pyarrow.Table``: the columns of `to_pandas`, and ``logits`` when the values were kept.
 
         A missing target is null. The values are not copied; bfloat16 are ``uint16`` codes, and the field
-        says so. The schema's metadata holds identity (JSON), stage and encoding.
+        says so. Rows of which some columns were kept have lists ``kept_ids``, ``logits`` (float32 for
+        bfloat16) and, when drawn, ``counts``. The schema's metadata holds identity (JSON), stage and
+        encoding.
         """
         pyarrow = tensors.require("pyarrow")
         no_target = self.targets == NO_TARGET
@@ -421,7 +558,11 @@ class Logits(RowArrays):
             array = pyarrow.array(column, type=kind, mask=no_target if masked else None)
             fields.append(pyarrow.field(name, array.type))
             arrays.append(array)
-        if self.values is not None:
+        if isinstance(self.values, CutRows):
+            for name, lists in tensors.lists_to_arrow(self.values.entries()).items():
+                fields.append(pyarrow.field(name, lists.type))
+                arrays.append(lists)
+        elif self.values is not None:
             field, lists = tensors.to_arrow(self._exported(), "logits")
             fields.append(field)
             arrays.append(lists)
@@ -476,16 +617,26 @@ class Logits(RowArrays):
 
     def _exported_or_error(self) -> Any:
         if self.values is None:
+            raise self._no_values()
+        if isinstance(self.values, CutRows):
             raise UnavailableError(
-                "the values were not kept, only summaries",
+                "only some columns of the rows were kept",
                 where="Logits",
-                fix="Ask the engine for Select(vocab='all').",
+                got=repr(self.values),
+                fix="Take values.ids and values.values, or dense(fill=…); or ask for Select(vocab='all').",
             )
         return self.values
 
+    def _no_values(self) -> UnavailableError:
+        return UnavailableError(
+            "the values were not kept, only summaries",
+            where="Logits",
+            fix="Ask the engine for Select(vocab='all').",
+        )
+
     def _decoded(self) -> Iterator[Logits]:
         """The rows in parts whose values are at hand: encoded ones are decoded some at a time."""
-        if not isinstance(self.values, EncodedRows):
+        if not isinstance(self.values, EncodedRows):  # and nobody asks this of cut rows
             yield self
             return
         for first in range(0, max(len(self), 1), _DECODED_ROWS):
@@ -547,8 +698,154 @@ class Logits(RowArrays):
                 where="Logits",
                 fix="Ask the engine for summary=True, or for Select(vocab='all').",
             )
+        if isinstance(self.values, CutRows):
+            return self._of_cut(self.values, names)
         parts = [part._measured(names) for part in self._decoded()]
         return parts[0] if len(parts) == 1 else {n: np.concatenate([p[n] for p in parts]) for n in names}
+
+    # -- rows of which some columns were kept ----------------------------------------------------------
+
+    def _missing(self, name: str) -> str | None:
+        """Why kept columns do not give a summary; None when they do."""
+        values = self.values
+        assert isinstance(values, CutRows)
+        if name in ("max", "argmax", "top1_margin"):
+            least = 2 if name == "top1_margin" else 1
+            if values.best and int(values.lengths.min(initial=least)) >= least:
+                return None
+            return "the best tokens of a row are not among what was kept"
+        if name not in ("target_logit", "target_logprob", "target_rank"):
+            return "it is taken over all columns"
+        if name == "target_rank" and not values.best:
+            return "what was kept of a row are not its best tokens"
+        if name == "target_logprob" and "logsumexp" not in self.summary:
+            return "the logsumexp was not kept"
+        ids = self.targets
+        dropped = (ids != NO_TARGET) & (values.place(ids) < 0)
+        if dropped.any():
+            return f"the token that position {self.positions[dropped][0]} scores was dropped"
+        return None
+
+    def _of_cut(self, values: CutRows, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        for name in names:
+            why = self._missing(name)
+            if why is not None:
+                bounded = name in ("entropy", "target_logprob", "target_rank")
+                raise UnavailableError(
+                    f"{name} of rows of which only some columns were kept: {why}",
+                    where="Logits",
+                    fix=f"Ask the engine for summary=[{name!r}] as well"
+                    + (f", or take bounds({name!r})." if bounded else "."),
+                )
+        return {name: self._cut_summary(values, name) for name in names}
+
+    def _cut_summary(self, values: CutRows, name: str) -> NDArray[Any]:
+        first = np.zeros(len(self), np.int64)
+        if name == "argmax":
+            entries = values.entries()
+            starts = np.cumsum(entries.lengths, dtype=np.int64) - entries.lengths
+            best: NDArray[Any] = entries.ids[starts]
+            return best
+        if name == "max":
+            return values.at(first)
+        if name == "top1_margin":
+            return values.at(first) - values.at(first + 1)
+        places = values.place(self.targets)
+        if name == "target_rank":
+            return np.where(places < 0, NO_TARGET, places + 1).astype(np.int32)
+        found = values.at(places)
+        return found if name == "target_logit" else found - self.summary["logsumexp"]
+
+    def _cut_logprobs(self) -> NDArray[np.float32]:
+        """Of the kept entries, ``[entries]``."""
+        assert isinstance(self.values, CutRows)
+        if "logsumexp" not in self.summary:
+            raise UnavailableError(
+                "log-probabilities of columns that were kept without their logsumexp",
+                where="Logits",
+                fix="Ask for Select(…, logsumexp=True).",
+            )
+        entries = self.values.entries()
+        wide = entries.values.astype(np.float64)
+        return (wide - np.repeat(self.summary["logsumexp"].astype(np.float64), entries.lengths)).astype(
+            np.float32
+        )
+
+    def _cut_top_k(self, values: CutRows, k: int) -> TopK:
+        if not 1 <= k <= self.vocab_size:
+            raise OptionError("value outside its range", where="k", expected=f"1 … {self.vocab_size}", got=k)
+        if k > self.best_known:
+            raise UnavailableError(
+                "fewer of the best tokens were kept",
+                where="top_k",
+                expected=f"at most {self.best_known}",
+                got=k,
+                fix=f"Ask the engine for Select(top_k={k}).",
+            )
+        entries, logprobs = values.entries(), self._cut_logprobs()
+        first = np.cumsum(entries.lengths, dtype=np.int64) - entries.lengths
+        at = first[:, None] + np.arange(k)
+        return TopK(entries.ids[at], entries.values[at], logprobs[at])
+
+    def _cut_bounds(self, values: CutRows, name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        logprobs = self._cut_logprobs().astype(np.float64)
+        lengths, targets = values.lengths.astype(np.int64), self.targets
+        rest = self.vocab_size - lengths
+        mass = np.where(rest > 0, 1 - values.sums(np.exp(logprobs)), 0.0)
+        least_mass = np.clip(mass - _MASS_ERROR, 0.0, 1.0)
+        most_mass = np.where(rest > 0, np.clip(mass + _MASS_ERROR, 0.0, 1.0), 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # No dropped token is likelier than the last of the best that were kept, nor than all of them.
+            last = values.with_values(logprobs).at(lengths - 1) if values.best else np.zeros(len(self))
+            likeliest = np.minimum(np.nan_to_num(last, nan=0.0), np.log(most_mass))
+            places = values.place(targets)
+            dropped = (places < 0) & (targets != NO_TARGET)
+            if name == "entropy":
+                kept = -values.sums(np.where(logprobs > -np.inf, np.exp(logprobs) * logprobs, 0.0))
+                least = kept + np.where(least_mass > 0, -least_mass * likeliest, 0.0)
+                spread = -most_mass * (np.log(most_mass) - np.log(rest))
+                return _outward(least, kept + np.where(most_mass > 0, np.maximum(spread, 0.0), 0.0))
+            if name == "target_logprob":
+                own = values.with_values(logprobs).at(places).astype(np.float64)
+                return _outward(np.where(dropped, -np.inf, own), np.where(dropped, likeliest, own))
+        low = np.where(dropped, lengths + 1, places + 1) if values.best else np.ones(len(self))
+        high = (
+            np.where(dropped, self.vocab_size, places + 1)
+            if values.best
+            else np.full(len(self), self.vocab_size)
+        )
+        low, high = (np.where(targets == NO_TARGET, NO_TARGET, bound) for bound in (low, high))
+        return low.astype(np.float32), high.astype(np.float32)
+
+    def _compressed(self, of: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+        """Row pointers, ids in ascending order within a row, and float32 values."""
+        if not isinstance(self.values, CutRows):
+            raise UnavailableError(
+                "the rows are whole", where="Logits", fix="Ask for Select(top_k=…), or take to_numpy()."
+            )
+        if of not in ("logits", "logprobs", "probs"):
+            raise OptionError("unknown", where="of", expected="logits, logprobs or probs", got=repr(of))
+        entries = self.values.entries()
+        values = entries.values.astype(np.float32) if of == "logits" else self._cut_logprobs()
+        if of == "probs":
+            values = np.exp(values)
+        rows = np.repeat(np.arange(len(self)), entries.lengths)
+        order = np.lexsort((entries.ids, rows))
+        indptr = np.concatenate([[0], np.cumsum(entries.lengths, dtype=np.int64)])
+        return indptr, entries.ids[order].astype(np.int64), values[order]
+
+    def _largest(self) -> NDArray[np.float64]:
+        """The largest absolute finite value of each row, ``[rows]``."""
+        if isinstance(self.values, CutRows):
+            entries = self.values.entries()
+            rows = np.repeat(np.arange(len(self)), entries.lengths)
+            found = np.zeros(len(self))
+            sizes = np.abs(entries.values.astype(np.float64))
+            np.maximum.at(found, rows, np.where(np.isfinite(sizes), sizes, 0.0))
+            return found
+        sizes = np.abs(tensors.to_numpy(self.values).astype(np.float32))
+        largest: NDArray[np.float64] = np.where(np.isfinite(sizes), sizes, 0.0).max(axis=1).astype(np.float64)
+        return largest
 
     def _measured(self, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         ids: Any = self.targets
@@ -561,7 +858,6 @@ class Logits(RowArrays):
         ids = self.targets
         known = self.vocabulary is not None
         nothing = [None] * len(self)
-        shown = SUMMARIES if self.values is not None else [n for n in SUMMARIES if n in self.summary]
         return {
             "position": self.positions,
             "kind": self.kinds,
@@ -572,7 +868,7 @@ class Logits(RowArrays):
                 text if token_id != NO_TARGET else None
                 for text, token_id in zip(self.target_tokens if known else nothing, ids, strict=True)
             ],
-            **self.summaries(shown),
+            **self.summaries(self.available),
         }
 
     def _metadata(self) -> dict[str, str]:
@@ -594,11 +890,7 @@ class Logits(RowArrays):
         first = range(min(_EDGE_ROWS, len(self)))
         edge = [*first, *range(max(len(first), len(self) - _EDGE_ROWS), len(self))]
         part = self[edge]
-        names = [
-            name
-            for name in ("target_logprob", "target_rank", "entropy")
-            if self.values is not None or name in self.summary
-        ]
+        names = [name for name in ("target_logprob", "target_rank", "entropy") if name in self.available]
         columns = part.summaries(names)
         lines = [
             f"  {part.positions[i]:>8}  {pair:<32}" + "".join(f"{_cell(columns[n][i]):>16}" for n in names)
@@ -662,9 +954,19 @@ def _values_text(logits: Logits) -> str:
     if logits.values is None:
         return "summaries only"
     text = str(logits.dtype).removeprefix("torch.")
+    if isinstance(logits.values, CutRows):
+        kept = logits.values.lengths
+        least, most = int(kept.min(initial=0 if not len(kept) else kept[0])), int(kept.max(initial=0))
+        return f"{least if least == most else f'{least} … {most}'} columns a row in {text}"
     if isinstance(logits.values, EncodedRows):
         return f"{text} from {logits.encoding}"
     return f"{text} on {logits.values.device}" if tensors.is_torch(logits.values) else text
+
+
+def _outward(low: Any, high: Any) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """A pair of bounds as float32, a little wider than they were."""
+    slack = 1e-6 * (1 + np.abs(np.where(np.isfinite(low), low, 0.0)))
+    return (low - slack).astype(np.float32), (high + slack).astype(np.float32)
 
 
 def _short(text: str) -> str:

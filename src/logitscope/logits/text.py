@@ -39,8 +39,9 @@ def table(logits: Logits, top: int = 5) -> Table:
         made.add_column(name, justify="right" if name == "pos" else "left", no_wrap=True)
     for name in ("log p", "rank", "entropy"):
         made.add_column(name, justify="right", no_wrap=True)
-    if top and logits.values is not None:
-        made.add_column(f"{top} most likely")
+    shown = min(top, logits.best_known)
+    if shown:
+        made.add_column(f"{shown} most likely")
     rows = view_rows(logits, top)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         cells = [

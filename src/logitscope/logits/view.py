@@ -106,7 +106,7 @@ def mean_nll(logits: Logits) -> MeanNLL | None:
     scored = logits.targets != NO_TARGET
     if not scored.any():
         return None
-    if logits.values is None and "target_logprob" not in logits.summary:
+    if "target_logprob" not in logits.available:
         return None
     nll = -logits.target_logprob()[scored].astype(np.float64)
     with np.errstate(invalid="ignore"):  # an impossible token makes the mean infinite, its error unknown
@@ -157,15 +157,16 @@ def _visible_character(character: str, space: str) -> str:
 
 def _numbers(logits: Logits, names: Sequence[str]) -> list[list[Any]]:
     """Summaries as plain numbers, by name; None where they cannot be had."""
-    had = [name for name in names if logits.values is not None or name in logits.summary]
+    had = [name for name in names if name in logits.available]
     found = logits.summaries(had)
     return [found[name].tolist() if name in found else [None] * len(logits) for name in names]
 
 
 def _alternatives(logits: Logits, top: int) -> list[tuple[Alternative, ...]]:
-    if logits.values is None or not len(logits) or not top:
+    shown = min(top, logits.best_known)
+    if not len(logits) or not shown:
         return [()] * len(logits)
-    best = logits.top_k(min(top, logits.vocab_size))
+    best = logits.top_k(shown)
     rows, k = best.token_ids.shape
     texts = pieces(logits, best.token_ids.reshape(-1))
     ids, probabilities = best.token_ids.tolist(), np.exp(best.logprobs).tolist()

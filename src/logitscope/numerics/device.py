@@ -81,7 +81,7 @@ def log_softmax(z: Tensor) -> Tensor:
     z = _checked(z)
     out = torch.empty(z.shape, dtype=torch.float32, device=z.device)
     work = torch.empty((_tile_rows(z), z.shape[1]), dtype=torch.float32, device=z.device)
-    for tile in _tiles(z):
+    for tile in tiles(z):
         # Not torch.log_softmax: on a CPU its sum is ten times less accurate.
         x = z[tile].float()
         gaps = torch.sub(x, x.amax(1, keepdim=True), out=out[tile])
@@ -98,14 +98,34 @@ def top_k(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     z = _checked(z)
     check_k(k, z.shape[1])
-    ids = torch.cat([_top_ids(z[tile].float(), k) for tile in _tiles(z)])
+    ids = torch.cat([best_ids(z[tile].float(), k) for tile in tiles(z)])
     valid = z.amax(1, keepdim=True).isfinite()
     values = z.gather(1, ids).masked_fill(~valid, math.nan)
     return torch.where(valid, ids, -1).to(torch.int32), values
 
 
-def _top_ids(x: Tensor, k: int) -> Tensor:
-    """Ids int64 ``[rows, k]``. ``torch.topk`` leaves the order of equals open, so the id joins the key."""
+def best_ids(x: Tensor, k: int) -> Tensor:
+    """Ids int64 ``[rows, k]`` of the highest values, best first, equals by id; ``x`` is float32.
+
+    ``torch.topk`` leaves the order of equals open, and of more equals than it gives it takes any.
+    """
+    if x.device.type != "cpu":
+        return _keyed_ids(x, k)
+    values, ids = x.topk(min(k + 1, x.shape[1]), dim=1)
+    ids, order = ids.sort(1)
+    values = values.gather(1, order)
+    values, order = values.sort(dim=1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    if k < x.shape[1]:
+        for row in (values[:, k - 1] == values[:, k]).nonzero()[:, 0].tolist():
+            last = values[row, k - 1]
+            above = int((values[row, :k] > last).sum())
+            ids[row, above:k] = (x[row] == last).nonzero()[: k - above, 0]
+    return ids[:, :k]
+
+
+def _keyed_ids(x: Tensor, k: int) -> Tensor:
+    """The same without waiting for the device: the id joins the key."""
     bits = (x + 0.0).view(torch.int32).long()  # + 0.0 turns -0.0 into 0.0
     ascending = bits ^ ((bits >> 63) & 0x7FFFFFFF)  # orders as the floats do
     last = x.shape[1] - 1
@@ -118,7 +138,7 @@ def _checked(z: Tensor) -> Tensor:
     return z.detach()
 
 
-def _tiles(z: Tensor) -> Iterator[slice]:
+def tiles(z: Tensor) -> Iterator[slice]:
     """Row slices that cover ``z``; one empty slice when it has no rows."""
     rows = _tile_rows(z)
     for first in range(0, max(len(z), 1), rows):
@@ -149,7 +169,7 @@ def _measures(z: Tensor, targets: Tensor | None, wanted: frozenset[str]) -> tupl
     work = torch.empty((3, _tile_rows(z), vocab), dtype=torch.float32, device=z.device)
     parts = [
         _measure_tile(z[tile].float(), targets[tile], target_logits[tile], ids, work, wanted)
-        for tile in _tiles(z)
+        for tile in tiles(z)
     ]
     measured = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return measured | {"target": target_logits[:, 0]}, has_target

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from logitscope.numerics import checked_names
-from logitscope.rows import SUMMARY_DTYPES
+from logitscope.rows import SUMMARY_DTYPES, Select
 
 Floats = NDArray[np.float64]
 
@@ -126,3 +126,28 @@ def js_divergence(p: NDArray[Any], q: NDArray[Any]) -> Floats:
 def total_variation(p: NDArray[Any], q: NDArray[Any]) -> Floats:
     """Half the sum of the differences of the probabilities, float64 ``[rows]``."""
     return np.asarray(np.abs(np.exp(log_softmax(p)) - np.exp(log_softmax(q))).sum(axis=1) / 2)
+
+
+def kept(row: Floats, select: Select, uniforms: Floats | None = None) -> tuple[list[int], list[int] | None]:
+    """Ids that a selection keeps of logits ``[vocab]``, in their order; and counts where they are drawn.
+
+    Args:
+        row: the logits.
+        select: with ``top_k``, ``top_p``, ``min_p``, ``threshold`` or ``sample``.
+        uniforms: numbers in [0, 1) for a draw.
+    """
+    best = order(row)
+    probabilities = np.exp(row_log_softmax(row))
+    if select.top_k is not None:
+        return best[: select.top_k].tolist(), None
+    if select.top_p is not None:
+        enough = np.flatnonzero(np.cumsum(probabilities[best]) >= select.top_p)
+        return best[: enough[0] + 1 if enough.size else len(row)].tolist(), None
+    if select.sample is not None:
+        assert uniforms is not None
+        mass = np.exp((row - row.max()) / select.temperature).cumsum()
+        drawn = np.searchsorted(mass, uniforms * mass[-1], side="right").clip(max=len(row) - 1)
+        ids, counts = np.unique(drawn, return_counts=True)
+        return ids.tolist(), counts.tolist()
+    bound = select.threshold if select.min_p is None else row.max() + np.log(select.min_p)
+    return [int(i) for i in best if row[i] >= np.float32(bound)], None

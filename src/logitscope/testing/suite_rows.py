@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from logitscope import rows
 from logitscope.encodings import ENCODINGS, Dense, HiddenRows, Quantized, QuantizedRows
 from logitscope.errors import HiddenRowsWarning, MemoryLimitError, OptionError, SelectError, UnavailableError
 from logitscope.logits import Logits
+from logitscope.logits.cut import CutRows
 from logitscope.numerics import reference
 from logitscope.rows import HIDDEN_FORMS, SUMMARIES, SUMMARY_DTYPES, Select
 from logitscope.testing.asserts import (
@@ -39,6 +42,16 @@ _SUMMARY_TOLERANCE = {
 LENGTHS = (1, 2, 9, 17, 24, 9, 23, 24)
 QUANTIZED = [name for name, encoding in ENCODINGS.items() if isinstance(encoding, Quantized)]
 _NAMED = ("all", "prompt", "generated", "last")
+CUTS: tuple[dict[str, Any], ...] = (
+    {"top_k": 1},
+    {"top_k": 20},
+    {"top_p": 0.7},
+    {"min_p": 0.2},
+    {"threshold": 1.5},
+    {"sample": 8, "temperature": 0.7, "seed": 3},
+    {"vocab": (7, 3, 90)},
+    {"vocab": (7, 3, 90), "logsumexp": False},
+)
 
 
 class RowsSuite:
@@ -414,6 +427,59 @@ class SelectionSuite:
         assert found.encoding is None
         case.assert_true(found)
 
+    @pytest.mark.parametrize("cut", CUTS, ids=str)
+    def test_some_columns_of_a_prompt(self, case: EngineCase, cut: dict[str, Any]) -> None:
+        ids = case.prompt(19)
+        rows = case.score(ids, select=Select(slice(3, None), **cut))
+        assert rows.positions.tolist() == list(range(3, 19))
+        _assert_cut(case, rows, Select(**cut), case.oracle(ids)[3:])
+
+    @pytest.mark.parametrize("cut", CUTS, ids=str)
+    def test_some_columns_of_a_generation(self, case: EngineCase, cut: dict[str, Any]) -> None:
+        made = case.generate(case.prompt(7), max_new_tokens=5, ignore_eos=True, select=Select(**cut))
+        assert made.logits is not None
+        assert len(made.logits) == 11
+        ids = [*case.prompt(7), *made.token_ids[:-1].tolist()]
+        _assert_cut(case, made.logits, Select(**cut), case.oracle(ids))
+
+    def test_columns_of_its_own_for_each_row(self, case: EngineCase) -> None:
+        lists = [[5, 2], [], [9, 4, 1, 0]]
+        ids = case.prompt(12)
+        rows = case.score(ids, select=Select([2, 7, 11], vocab=lists), encode="float16")
+        assert isinstance(rows.values, CutRows)
+        assert rows.values.lengths.tolist() == [2, 0, 4]
+        assert rows.values.ids.tolist() == [5, 2, 9, 4, 1, 0]
+        assert rows.dtype == np.float16
+        truth = case.oracle(ids)
+        wanted = [*truth[2, [5, 2]], *truth[11, [9, 4, 1, 0]]]
+        allowed = _allowed("bfloat16" if case.dtype == "bfloat16" else "float16", truth)
+        assert np.abs(_float64(rows.values.values) - wanted).max() <= allowed
+
+    def test_summaries_beside_some_columns_are_of_the_whole_row(self, case: EngineCase) -> None:
+        ids = case.prompt(15)
+        rows = case.score(ids, select=Select(top_k=3), summary=True)
+        plain = case.score(ids, summary=True)
+        for name in SUMMARIES:
+            _assert_summary(name, rows.summary[name], plain.summary[name], dtype=case.dtype)
+
+    @pytest.mark.parametrize(
+        ("select", "options"),
+        [
+            (Select(vocab=[10**6]), {}),
+            (Select(top_k=10**6), {}),
+            (Select(vocab=[[1], [2]]), {}),
+            (Select(top_k=2), {"encode": "hidden"}),
+            (Select("assistant"), {}),
+        ],
+        ids=str,
+    )
+    def test_columns_that_there_are_not_are_an_error(
+        self, case: EngineCase, select: Select, options: dict[str, Any]
+    ) -> None:
+        with pytest.raises(SelectError):
+            case.score(case.prompt(5), select=select, **options)
+        case.assert_true(case.score(case.prompt(5)))
+
     def test_an_unknown_encoding_is_an_error(self, case: EngineCase) -> None:
         with pytest.raises(OptionError, match="float8_e9"):
             case.score(case.prompt(3), encode="float8_e9")
@@ -525,6 +591,66 @@ class ExtrasSuite:
         for name in missing:
             with pytest.raises(UnsupportedError):
                 case.engine.logits(case.prompt(4), **asked[name])  # type: ignore[arg-type]
+
+
+def _allowed(dtype: str, truth: NDArray[np.float64]) -> float:
+    """How far a value may lie from the truth."""
+    budget = BUDGETS[dtype]
+    return float(budget.worst * budget.eps * np.abs(truth).max())
+
+
+def _assert_cut(case: EngineCase, rows: Logits, select: Select, truth: NDArray[np.float64]) -> None:
+    """Check kept columns: their values, that they are those that should be kept, and the dropped mass.
+
+    At the border of a set a rounding decides, so there it is allowed for.
+    """
+    values = rows.values
+    assert isinstance(values, CutRows)
+    assert values.dtype == rounded([], case.dtype).dtype
+    allowed = _allowed(case.dtype, truth)
+    entries = values.entries()
+    row = np.repeat(np.arange(len(rows)), entries.lengths)
+    kept = _float64(entries.values)
+    assert np.abs(kept - truth[row, entries.ids]).max(initial=0.0) <= allowed
+    case.publish(
+        "worst difference from the oracle", float(np.abs(kept - truth[row, entries.ids]).max(initial=0))
+    )
+    mask = np.zeros(truth.shape, bool)
+    mask[row, entries.ids] = True
+    assert mask.sum() == len(entries.ids), "an id twice in one row"
+    lowest = np.where(mask, truth, np.inf).min(axis=1)
+    highest = np.where(mask, -np.inf, truth).max(axis=1)
+    if select.best:
+        assert (highest <= lowest + 2 * allowed).all(), "a better token was dropped"
+        order = np.diff(kept)[np.diff(row) == 0]
+        assert (order <= 0).all(), "not best first"
+        assert "argmax" not in rows.available or np.array_equal(
+            rows.argmax(), [ids[0] for ids in np.split(entries.ids, np.cumsum(values.lengths))[:-1]]
+        )
+    if select.top_k is not None:
+        assert (values.lengths == select.top_k).all()
+    if select.min_p is not None or select.threshold is not None:
+        bound = (
+            truth.max(axis=1) + np.log(select.min_p) if select.min_p else np.full(len(rows), select.threshold)
+        )
+        assert (lowest >= bound - 2 * allowed).all()
+        assert (highest <= bound + 2 * allowed).all()
+    if isinstance(select.vocab, tuple):
+        assert entries.ids.tolist() == list(select.vocab) * len(rows)
+    if select.sample is not None:
+        assert entries.counts is not None
+        assert np.array_equal(values.sums(entries.counts), np.full(len(rows), select.sample))
+    if not select.logsumexp:
+        assert not rows.summary
+        with pytest.raises(UnavailableError):
+            rows.logprobs()
+        return
+    mass = np.where(mask, np.exp(reference.log_softmax(truth)), 0.0).sum(axis=1)
+    assert np.abs(1 - rows.dropped_mass() - mass).max() <= 4 * allowed + 1e-5
+    if select.top_p is not None:
+        assert (mass >= select.top_p - 4 * allowed - 1e-5).all()
+        last = np.exp(lowest - reference.summaries(truth, rows.targets, ("logsumexp",))["logsumexp"])
+        assert (mass - last <= select.top_p + 4 * allowed + 1e-5).all()
 
 
 def _float64(values: object) -> NDArray[np.float64]:

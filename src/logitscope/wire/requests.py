@@ -16,6 +16,7 @@ from logitscope.errors import OptionError, SelectError
 from logitscope.rows import SUMMARIES, Request, Sampling, Select
 
 _SLICE = ("start", "stop", "step")
+_CUTS = tuple(field.name for field in dataclasses.fields(Select) if field.name not in ("positions", "vocab"))
 _TUPLES = ("summary", "hidden_states", "attentions")
 _FIELDS = tuple(field.name for field in dataclasses.fields(Request))
 
@@ -73,7 +74,12 @@ def select_to_json(select: Select) -> dict[str, Any]:
         positions = {name: getattr(positions, name) for name in _SLICE}
     elif not isinstance(positions, str):
         positions = list(positions)
-    return {"positions": positions, "vocab": select.vocab}
+    vocab: Any = select.vocab
+    if isinstance(vocab, tuple):
+        vocab = [list(one) if isinstance(one, tuple) else one for one in vocab]
+    plain = Select()
+    cuts = {name: getattr(select, name) for name in _CUTS if getattr(select, name) != getattr(plain, name)}
+    return {"positions": positions, "vocab": vocab, **cuts}
 
 
 def select_from_json(given: Any) -> Select:
@@ -85,10 +91,12 @@ def select_from_json(given: Any) -> Select:
     Example:
         >>> select_from_json({"positions": "last"}) == select_from_json("last") == Select("last")
         True
+        >>> select_to_json(Select("last", top_k=8))
+        {'positions': 'last', 'vocab': 'all', 'top_k': 8}
     """
     if not isinstance(given, Mapping):
         return Select(given)
-    fields = dict(known(given, ("positions", "vocab"), "select"))
+    fields = dict(known(given, ("positions", "vocab", *_CUTS), "select"))
     positions = fields.get("positions")
     if isinstance(positions, Mapping):
         bounds = known(positions, _SLICE, "select.positions")

@@ -13,29 +13,34 @@ from numpy.typing import NDArray
 from logitscope.encodings import EncodedRows, HiddenRows, RowHead, dtype_of, encoding
 from logitscope.errors import FileFormatError, UnsupportedError
 from logitscope.logits import Logits
-from logitscope.logits.collect import Collector
+from logitscope.logits.collect import Collector, row_blocks
+from logitscope.logits.cut import CutRows
 from logitscope.rows import SUMMARY_DTYPES, End, Identity, Request, RowBlock, Select, Vocabulary
 from logitscope.wire.stream import RowReader
-
-_BLOCK_ROWS = 256
 
 
 def logits_to_json(result: Logits) -> dict[str, Any]:
     """A result as an object that ``json`` takes: arrays are base64 of their little-endian bytes.
 
     Each array ``NAME`` comes as ``NAME_b64`` with ``NAME_b64_dtype``; ``shape`` is that of the values. NaN
-    and infinities come through bit for bit.
+    and infinities come through bit for bit. Of rows of which only some columns were kept, ``kept.ids`` are
+    the token ids, and ``kept.lengths`` how many of them each row has, where they have columns of their own.
 
     Raises:
         UnsupportedError: hidden rows, which are nothing without their head.
     """
     _refuse_hidden(result)
     values = result.values
-    stored = values.stored if isinstance(values, EncodedRows) else values
-    arrays = {} if stored is None else {"values": np.asarray(stored)}
+    arrays: dict[str, NDArray[Any]] = {}
+    if isinstance(values, CutRows):
+        arrays = {"values" if n == "values" else f"kept.{n}": a for n, a in values.arrays().items()}
+    elif values is not None:
+        arrays = {"values": np.asarray(values.stored if isinstance(values, EncodedRows) else values)}
+    shape = list(arrays["values"].shape) if arrays else [len(result), 0]
     arrays |= {f"summary.{name}": array for name, array in result.summary.items()}
     return {
-        "shape": [len(result), 0] if stored is None else list(stored.shape),
+        "shape": shape,
+        **({"best": values.best} if isinstance(values, CutRows) else {}),
         "positions": result.positions.tolist(),
         "token_ids": result.token_ids.tolist(),
         "prompt_length": result.prompt_length,
@@ -67,7 +72,11 @@ def logits_from_json(given: Mapping[str, Any], *, vocabulary: Vocabulary | None 
         stored: NDArray[Any] | None = arrays.pop("values", None)
         identity = Identity(**given["identity"])
         values: Any = None
-        if stored is not None:
+        kept = {n: arrays[f"kept.{n}"] for n in ("lengths", "ids", "counts") if f"kept.{n}" in arrays}
+        if stored is not None and kept:
+            kept["values"] = stored.reshape(given["shape"])
+            values = CutRows.of(kept, identity.vocab_size, best=given["best"])
+        elif stored is not None:
             kind = encoding(given["encoding"] or identity.dtype)
             values = kind.held(stored.reshape(given["shape"]), identity, None)
         return Logits(
@@ -86,11 +95,17 @@ def logits_from_json(given: Mapping[str, Any], *, vocabulary: Vocabulary | None 
         raise FileFormatError("no result as JSON", got=f"{type(error).__name__}: {error}") from error
 
 
-def request_of(result: Logits, index: int) -> Request:
-    """The request that a scored result answers, for the head of a stream."""
+def request_of(result: Logits, index: int, select: Select) -> Request:
+    """The request that a scored result answers, for the head of a stream.
+
+    Args:
+        result: with all rows that were selected.
+        index: its place in the stream.
+        select: what was asked.
+    """
     return Request(
         result.token_ids,
-        select=Select(result.positions.tolist(), "all" if result.values is not None else None),
+        select=select,
         encode=result.encoding,
         summary=tuple(result.summary),
         prompt_index=index,
@@ -104,16 +119,7 @@ def blocks_of(result: Logits, index: int) -> Iterator[RowBlock | End]:
         UnsupportedError: hidden rows, which are nothing without their head.
     """
     _refuse_hidden(result)
-    values = result.values
-    stored = values.stored if isinstance(values, EncodedRows) else values
-    for first in range(0, len(result), _BLOCK_ROWS):
-        rows = slice(first, first + _BLOCK_ROWS)
-        yield RowBlock(
-            index,
-            result.positions[rows],
-            None if stored is None else stored[rows],
-            {name: array[rows] for name, array in result.summary.items()},
-        )
+    yield from row_blocks(result, index)
     yield End(index, np.empty(0, np.int32), rows=len(result))
 
 

@@ -3,8 +3,9 @@
 The schema's metadata holds format, version, identity and requests as JSON. A block's columns are
 ``request``, ``processed``, ``position``, the summaries, ``values`` and the extras; what has a variable
 width or a dtype that Arrow lacks is bytes, one little-endian row each, whose dtype and shape are in the
-batch's metadata beside a checksum. The last batch counts blocks and requests: without it the stream was
-cut, and reading raises.
+batch's metadata beside a checksum. Entries of rows that have columns of their own are ``entries.ids``,
+``entries.values`` and, where they were drawn, ``entries.counts``, with as many as each row has. The last
+batch counts blocks and requests: without it the stream was cut, and reading raises.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from logitscope.rows import (
     SUMMARIES,
     SUMMARY_DTYPES,
     End,
+    Entries,
     Identity,
     Request,
     RowBlock,
@@ -40,6 +42,7 @@ MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 
 _KEY = b"logitscope"
 _EXTRAS = ("hidden_states", "attentions")
+_ENTRIES = "entries"
 _SUMMARY_TYPES = {
     name: pa.int32() if SUMMARY_DTYPES[name] is np.int32 else pa.float32() for name in SUMMARIES
 }
@@ -86,7 +89,13 @@ class RowWriter:
             **{name: pa.array(array) for name, array in block.summary.items()},
         }
         parts = _parts(block)
-        columns |= {name: _byte_rows(array) for name, array in parts.items()}
+        widths = {name: np.full(len(block), array[:1].nbytes) for name, array in parts.items()}
+        own: dict[str, NDArray[Any]] = {}
+        if block.entries is not None:
+            own = _entry_parts(block.entries)
+            widths |= {name: block.entries.lengths * array.itemsize for name, array in own.items()}
+        parts |= own
+        columns |= {name: _byte_rows(array, widths[name]) for name, array in parts.items()}
         rows = len(block)
         arrays = [
             columns[field.name] if field.name in columns else pa.nulls(rows, field.type)
@@ -98,7 +107,10 @@ class RowWriter:
             "stage": block.stage,
             "token_ids": block.token_ids.tolist(),
             "summary": list(block.summary),
-            "parts": {name: [str(array.dtype), list(array.shape[1:])] for name, array in parts.items()},
+            "parts": {
+                name: [str(array.dtype), None if name in own else list(array.shape[1:])]
+                for name, array in parts.items()
+            },
             "xxh3": _checksum(block),
         }
         batch = pa.record_batch(arrays, schema=self._schema)
@@ -190,12 +202,17 @@ def _schema(identity: Identity, requests: Sequence[Request]) -> Any:
         for kind in _EXTRAS
         for layer in sorted({layer for request in requests for layer in getattr(request, kind)})
     ]
+    selects = [request.select for request in requests if request.select is not None]
+    sparse = [select for select in selects if select.container == "sparse"]
+    kept = ["ids", "values"] if sparse else []
+    kept += ["counts"] if any(select.sample is not None for select in sparse) else []
+    kept = [f"{_ENTRIES}.{name}" for name in kept]
     fields = [
         pa.field("request", pa.int32()),
         pa.field("processed", pa.bool_()),
         pa.field("position", pa.int64()),
         *(pa.field(name, _SUMMARY_TYPES[name]) for name in SUMMARIES if name in wanted),
-        *(pa.field(name, pa.large_binary()) for name in ("values", *extras)),
+        *(pa.field(name, pa.large_binary()) for name in ("values", *kept, *extras)),
     ]
     facts = {
         "format": FORMAT,
@@ -219,25 +236,52 @@ def _parts(block: RowBlock) -> dict[str, NDArray[Any]]:
     return {name: np.ascontiguousarray(array) for name, array in parts.items()}
 
 
-def _byte_rows(array: NDArray[Any]) -> Any:
-    """Rows of an array as Arrow bytes over the same memory."""
-    rows = len(array)
-    width = array[:1].nbytes
-    offsets = np.arange(rows + 1, dtype=np.int64) * width
+def _entry_parts(entries: Entries) -> dict[str, NDArray[Any]]:
+    """What travels as bytes of entries, by column."""
+    return {
+        f"{_ENTRIES}.{name}": np.ascontiguousarray(array)
+        for name, array in entries.arrays().items()
+        if name != "lengths"
+    }
+
+
+def _byte_rows(array: NDArray[Any], widths: NDArray[np.int64]) -> Any:
+    """Rows of so many bytes of an array, as Arrow bytes over the same memory."""
+    rows = len(widths)
+    offsets = np.concatenate([[0], np.cumsum(widths, dtype=np.int64)])
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(array.reshape(-1).view(np.uint8))]
     return pa.Array.from_buffers(pa.large_binary(), rows, buffers)
 
 
 def _rows_of(column: Any, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
-    _, offsets, data = column.buffers()
-    rows, kind = len(column), dtype_of(dtype)
+    kind, (lengths, found) = dtype_of(dtype), _bytes_of(column)
     width = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    places = np.frombuffer(offsets, np.int64)[column.offset : column.offset + rows + 1]
-    if rows and not np.array_equal(places - places[0], np.arange(rows + 1) * width):
+    if (lengths != width).any():
         raise FileFormatError("rows of another width", expected=f"{width:,} bytes")
-    first = int(places[0]) if rows else 0
-    found = np.frombuffer(data or b"", np.uint8)[first : first + rows * width]
-    return found.view(kind).reshape(rows, *shape)
+    return found.view(kind).reshape(len(column), *shape)
+
+
+def _bytes_of(column: Any) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Bytes of each row, and all of them."""
+    _, offsets, data = column.buffers()
+    if not len(column):
+        return np.empty(0, np.int64), np.empty(0, np.uint8)
+    places = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
+    return np.diff(places), np.frombuffer(data or b"", np.uint8)[places[0] : places[-1]]
+
+
+def _entries_of(batch: Any, parts: dict[str, Any]) -> Entries | None:
+    """The entries of a batch's rows; None where it has none."""
+    found: dict[str, NDArray[Any]] = {}
+    for name, (dtype, shape) in parts.items():
+        if shape is None:
+            sizes, data = _bytes_of(batch.column(name))
+            kind = dtype_of(dtype)
+            lengths = (sizes // kind.itemsize).astype(np.int32)
+            if not np.array_equal(found.setdefault("lengths", lengths), lengths):
+                raise FileFormatError("entries of other numbers", where=name)
+            found[name.partition(".")[2]] = data.view(kind)
+    return Entries(**found) if found else None
 
 
 def _block(batch: Any, facts: dict[str, Any]) -> RowBlock:
@@ -251,7 +295,10 @@ def _block(batch: Any, facts: dict[str, Any]) -> RowBlock:
             for name in facts["summary"]
         },
     )
+    block.entries = _entries_of(batch, facts["parts"])
     for name, (dtype, shape) in facts["parts"].items():
+        if shape is None:
+            continue
         array = _rows_of(batch.column(name), dtype, shape)
         kind, _, layer = name.partition(".")
         if layer:
@@ -278,6 +325,7 @@ def _checksum(block: RowBlock) -> str:
     """XXH3 over positions, token ids, summaries and the bytes of every part."""
     digest = xxhash.xxh3_64()
     arrays = [block.positions, block.token_ids, *block.summary.values(), *_parts(block).values()]
+    arrays += [] if block.entries is None else list(block.entries.arrays().values())
     for array in arrays:
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

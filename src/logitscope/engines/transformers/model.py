@@ -77,6 +77,12 @@ class Product:
         rows = self._done[first:last]
         return rows if out is None else out.copy_(rows)
 
+    def columns(self, first: int, last: int, ids: torch.Tensor) -> torch.Tensor:
+        """Some columns of rows ``first … last - 1``; only they are multiplied where nobody read the rows."""
+        if self._done is not None or self.head is None:
+            return self.logits(first, last)[:, ids]
+        return self.head.columns(self.source[first:last], ids)
+
     def hidden(self, first: int, last: int) -> torch.Tensor:
         """Hidden rows ``first … last - 1``, the input of the head."""
         assert self.head is not None, "rows of the model's own forward"
@@ -110,6 +116,10 @@ class RowChunk:
     def logits(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits ``[rows, vocab_size]``."""
         return self.product.logits(self.first, self.first + len(self.positions), out)
+
+    def columns(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits of some columns ``[rows, ids]``."""
+        return self.product.columns(self.first, self.first + len(self.positions), ids)
 
     def hidden(self) -> torch.Tensor:
         """Input of the head ``[rows, hidden_size]``."""

@@ -83,6 +83,8 @@ class Work:
     def block_rows(self, extractor: Extractor) -> int:
         """Rows of a block: the most only when they are multiplied into the buffer where they stay."""
         most, head = self.settings.block_rows, self.model.head
+        if extractor.multiplies_columns:
+            return most
         if not extractor.writes_directly(self.model.device.type):
             return min(most, _SCRATCH_ROWS)
         return most if self.buffer is not None and head is not None and head.plain else min(most, _FRESH_ROWS)

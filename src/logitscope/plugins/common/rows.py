@@ -19,14 +19,17 @@ from numpy.typing import NDArray
 
 from logitscope.encodings import RowHead, dtype_of, encoding
 from logitscope.errors import EncodingError, IncompleteError, UnsupportedError
-from logitscope.extract import Extractor, PendingBlock
+from logitscope.extract import Extractor, LogitsChunk, PendingBlock
 from logitscope.logits import Logits
+from logitscope.logits.cut import CutRows
 from logitscope.plugins.common.heads import CapturedHead, Comparison
 from logitscope.rows import (
     SUMMARY_DTYPES,
+    Entries,
     Identity,
     Ids,
     Request,
+    Select,
     Stage,
     Verification,
     Vocabulary,
@@ -39,29 +42,6 @@ _AHEAD = 2
 _ALIGNMENT_BYTES = 64
 
 
-@dataclasses.dataclass
-class _Chunk:
-    """Rows ``[rows, vocab_size]`` that are there; a `logitscope.rows.Chunk`."""
-
-    values: Any
-    positions: NDArray[np.int64]
-    targets: Any
-    hidden_rows: Any = None
-
-    @property
-    def device(self) -> Any:
-        return self.values.device
-
-    def logits(self, out: Any = None) -> Any:
-        return self.values if out is None else out.copy_(self.values)
-
-    def hidden(self) -> Any:
-        return self.hidden_rows
-
-    def non_finite(self) -> Any:
-        return ~(self.values.amax() < float("inf"))
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Where a request's arrays lie in its segment: what is small first, so that values may grow at the end.
@@ -71,6 +51,9 @@ class Layout:
         tokens: of prompt and output that fit.
         names: of the summaries.
         width, dtype: of a kept row; no values when ``width`` is 0.
+        columns: token ids that are kept of every row; 0 for all columns.
+        entries: kept entries of rows that have columns of their own; None for other rows.
+        counted: whether those were drawn.
     """
 
     rows: int
@@ -78,6 +61,9 @@ class Layout:
     names: tuple[str, ...]
     width: int
     dtype: str
+    columns: int = 0
+    entries: int | None = None
+    counted: bool = False
 
     @property
     def keep(self) -> bool:
@@ -92,6 +78,13 @@ class Layout:
             "positions": ((self.rows,), np.dtype(np.int64)),
             **{name: ((self.rows,), np.dtype(SUMMARY_DTYPES[name])) for name in self.names},
         }
+        if self.columns:
+            arrays["ids"] = ((self.columns,), np.dtype(np.int32))
+        if self.entries is not None:
+            arrays["lengths"] = ((self.rows,), np.dtype(np.int32))
+            for name in ("ids", *(["counts"] if self.counted else [])):
+                arrays[name] = ((self.entries,), np.dtype(np.int32))
+            arrays["values"] = ((self.entries,), dtype_of(self.dtype))
         if self.keep:
             arrays["values"] = ((self.rows, self.width), dtype_of(self.dtype))
         found, first = {}, 0
@@ -103,7 +96,7 @@ class Layout:
 
     def size(self, rows: int) -> int:
         """Bytes up to the end of so many rows of values."""
-        first, shape, dtype = self.places["values" if self.keep else (self.names or ("positions",))[-1]]
+        first, shape, dtype = self.places[next(reversed(self.places))]
         width = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
         return first + (rows if self.keep else shape[0]) * width
 
@@ -135,6 +128,7 @@ class RequestRows:
         self.request, self.head, self.stage, self.last = request, head, stage, -1
         self.error: str | None = None
         self._pool = pool
+        self._select = request.select or Select(vocab=None)
         self._wanted = _wanted(request, stage)
         self._filled = np.zeros(len(self._wanted), dtype=bool)
         # Ids that the rows were computed to score; at the end they must be those that were given out.
@@ -146,8 +140,13 @@ class RequestRows:
             tokens=request.prompt_length + request.max_new_tokens,
             names=request.summary,
             width=0 if row is None else row.width,
-            dtype="float32" if row is None else row.dtype.name,
+            dtype=dtype_of(self._extractor.encoding.name).name if row is None else row.dtype.name,
+            columns=len(self._select.vocab) if self._select.container == "columns" else 0,
         )
+        self._sparse = self._select.container == "sparse"
+        # Of rows with columns of their own; a row that is computed again replaces what it was.
+        self._entries: list[Entries] = []
+        self._places = np.full((len(self._wanted), 2), -1, np.int64)
         self._compared, self._worst, self._allowed = 0, 0.0, 0.0
         self._segment: Segment | None = None
         self._room: Any = None
@@ -202,6 +201,7 @@ class RequestRows:
     def drop(self) -> None:
         """Give back what was taken."""
         self._waiting.clear()
+        self._entries.clear()
         self._room = None
         if self._segment is not None:
             self._segment.take_back()
@@ -222,20 +222,29 @@ class RequestRows:
         token_ids = np.concatenate([request.token_ids, np.asarray(generated_ids, np.int32)]).astype(np.int32)
         chosen = self._chosen(new, ended=ended)
         self._check(chosen, token_ids)
-        if ended and not self._given and np.array_equal(chosen, np.arange(len(chosen))):
+        layout = self._layout
+        arrays: dict[str, NDArray[Any]] = {"token_ids": token_ids, "positions": self._wanted[chosen]}
+        if layout.columns:
+            arrays["ids"] = np.array(self._select.vocab, np.int32)
+        if self._sparse:
+            entries = self._entries_of(chosen)
+            arrays |= entries.arrays()
+            layout = dataclasses.replace(layout, entries=len(entries.ids), counted=entries.counts is not None)
+        if ended and not self._given and not self._sparse and np.array_equal(chosen, np.arange(len(chosen))):
             segment, self._segment = self._held(), None
         else:
-            segment = self._copied(chosen)
+            segment = self._copied(chosen, layout)
         self._given = int(chosen[-1]) + 1 if chosen.size else self._given
-        self._array(segment, "token_ids", slice(len(token_ids)))[...] = token_ids
-        self._array(segment, "positions", slice(len(chosen)))[...] = self._wanted[chosen]
-        segment.room(self._layout.size(len(chosen)), (0,), np.uint8)
-        ticket = segment.lend(self._layout.size(len(chosen)))
+        for name, array in arrays.items():
+            self._array(segment, name, slice(len(array)), layout)[...] = array
+        segment.room(layout.size(len(chosen)), (0,), np.uint8)
+        ticket = segment.lend(layout.size(len(chosen)))
         if ended:
             self.drop()
         return {
             "ticket": dataclasses.astuple(ticket),
-            "layout": dataclasses.asdict(self._layout),
+            "layout": dataclasses.asdict(layout),
+            "best": self._select.best,
             "rows": len(chosen),
             "tokens": len(token_ids),
             "prompt_length": request.prompt_length,
@@ -261,7 +270,7 @@ class RequestRows:
             compared = self.head.compare(states, rows, rounded=self.request.encode == "hidden-float16")
         segment = self._held()
         self._room = self._array(segment, "values", wanted) if self._layout.keep else None
-        pending = self._extractor.extract(_Chunk(rows, positions, scored, states))
+        pending = self._extractor.extract(LogitsChunk(rows, positions, scored, states))
         self._waiting.append((pending, wanted, scored, compared))
         self._filled[wanted] = True
         self._settle(_AHEAD)
@@ -271,6 +280,10 @@ class RequestRows:
         while len(self._waiting) > ahead:
             pending, wanted, scored, compared = self._waiting.popleft()
             block = pending.wait()
+            if block.entries is not None:
+                self._places[wanted, 0] = len(self._entries)
+                self._places[wanted, 1] = np.arange(len(block))
+                self._entries.append(block.entries)
             for name, array in block.summary.items():
                 self._array(self._held(), name, wanted)[...] = array
             self._scored[wanted] = scored if isinstance(scored, np.ndarray) else scored.cpu().numpy()
@@ -296,9 +309,22 @@ class RequestRows:
             weakref.finalize(self, _abandon, self._segment, self._segment.use)
         return self._segment
 
-    def _array(self, segment: Segment, name: str, rows: slice) -> NDArray[Any]:
+    def _entries_of(self, chosen: NDArray[np.int64]) -> Entries:
+        """Entries of some of the rows."""
+        parts, at = [], 0
+        places = self._places[chosen]
+        while at < len(places):
+            block, row = places[at]
+            count = 1
+            while at + count < len(places) and (places[at + count] == (block, row + count)).all():
+                count += 1
+            parts.append(self._entries[block].rows(slice(row, row + count)))
+            at += count
+        return Entries.joined(parts, dtype_of(self._layout.dtype), counted=self._select.sample is not None)
+
+    def _array(self, segment: Segment, name: str, rows: slice, layout: Layout | None = None) -> NDArray[Any]:
         """Part of an array of the segment."""
-        first, shape, dtype = self._layout.places[name]
+        first, shape, dtype = (layout or self._layout).places[name]
         begin, end, _ = rows.indices(shape[0])
         width = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
         return segment.room(first + begin * width, (end - begin, *shape[1:]), dtype)
@@ -339,14 +365,14 @@ class RequestRows:
                 got=int(scored[wrong][0]),
             )
 
-    def _copied(self, chosen: NDArray[np.int64]) -> Segment:
+    def _copied(self, chosen: NDArray[np.int64], layout: Layout) -> Segment:
         """A segment of their own for some of the rows."""
-        copy = self._pool.take(self._layout.size(len(chosen)))
+        copy = self._pool.take(layout.size(len(chosen)))
         names = [*self._layout.names, *(["values"] if self._layout.keep else [])]
         for name in names if chosen.size else ():
             run = slice(int(chosen[0]), int(chosen[-1]) + 1)
             rows = self._array(self._held(), name, run)
-            self._array(copy, name, slice(len(chosen)))[...] = rows[chosen - chosen[0]]
+            self._array(copy, name, slice(len(chosen)), layout)[...] = rows[chosen - chosen[0]]
         return copy
 
 
@@ -371,10 +397,16 @@ def received(
     attached = attach(Ticket(*ticket["ticket"]))
     arrays = {}
     for name, (first, shape, dtype) in layout.places.items():
-        count = ticket["tokens"] if name == "token_ids" else ticket["rows"]
+        count = {"token_ids": ticket["tokens"], "ids": shape[0]}.get(name, ticket["rows"])
+        if layout.entries is not None and name in ("values", "counts"):
+            count = shape[0]
         arrays[name] = attached.array(first, (count, *shape[1:]), dtype)
     values: Any = arrays.get("values")
-    if values is not None:
+    if "ids" in arrays:
+        parts = ("lengths", "ids", "values", "counts")
+        kept: dict[str, Any] = {name: arrays[name] for name in parts if name in arrays}
+        values = CutRows.of(kept, identity.vocab_size, best=ticket["best"])
+    elif values is not None:
         found = None if ticket["head"] is None or head is None else head(tuple(ticket["head"]))
         values = encoding(ticket["format"]).held(values, identity, found)
     return Logits(

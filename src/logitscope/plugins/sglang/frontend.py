@@ -28,6 +28,7 @@ from logitscope.errors import (
 )
 from logitscope.head import Head
 from logitscope.logits import Logits, LogitsBatch
+from logitscope.logits.cut import CutRows
 from logitscope.plugins.common.heads import gathered
 from logitscope.plugins.common.options import KEY, Options, read_options
 from logitscope.plugins.common.rows import discarded, received
@@ -154,7 +155,9 @@ def joined(before: Logits | LogitscopeError, after: Logits | LogitscopeError) ->
     if isinstance(after, LogitscopeError):
         return after
     values: Any = after.values
-    if isinstance(values, EncodedRows):
+    if isinstance(values, CutRows):
+        values = values.joined(before.values)
+    elif isinstance(values, EncodedRows):
         assert isinstance(before.values, EncodedRows)
         stored = np.concatenate([before.values.stored, values.stored])
         head = values.head if isinstance(values, HiddenRows) else None

@@ -15,6 +15,7 @@ from logitscope.errors import LogitscopeError, OptionError, UnsupportedError
 from logitscope.logits import Logits
 from logitscope.plugins.common.options import KEY, read_options
 from logitscope.plugins.sglang.frontend import FORM, RESULT, carrying, checked, folded
+from logitscope.rows import Select
 from logitscope.wire import MEDIA_TYPE, RowWriter
 from logitscope.wire.requests import known
 from logitscope.wire.results import blocks_of, request_of
@@ -144,7 +145,10 @@ async def logits(server: Any, request: Any) -> Any:
             "input_ids": body.get("input_ids"),
             "sampling_params": {"max_new_tokens": 0},
         }
-        params, _ = folded(given, options, form=form)
+        wanted = read_options(options)
+        assert wanted is not None
+        assert wanted.select is not None
+        params, _ = folded(given, wanted, form=form)
         obj = GenerateReqInput(text=given["prompt"], input_ids=given["input_ids"], sampling_params=params)
         found = await server._global_state.tokenizer_manager.generate_request(obj, request).__anext__()
     except (ValueError, LogitscopeError) as error:  # SGLang's and ours
@@ -159,7 +163,7 @@ async def logits(server: Any, request: Any) -> Any:
     results = [answer["meta_info"][RESULT] for answer in answers]
     if form == "json":
         return server.orjson_response({"logits": results if isinstance(found, list) else results[0]})
-    return _closing_response()(_arrow(results), media_type=MEDIA_TYPE)
+    return _closing_response()(_arrow(results, wanted.select), media_type=MEDIA_TYPE)
 
 
 @functools.cache
@@ -180,9 +184,10 @@ def _closing_response() -> type:
     return ClosingResponse
 
 
-def _arrow(results: Sequence[Logits]) -> Iterator[bytes]:
+def _arrow(results: Sequence[Logits], select: Select) -> Iterator[bytes]:
     sink: Any = _Pieces()
-    writer = RowWriter(sink, results[0].identity, [request_of(r, i) for i, r in enumerate(results)])
+    requests = [request_of(result, i, select) for i, result in enumerate(results)]
+    writer = RowWriter(sink, results[0].identity, requests)
     for i, result in enumerate(results):
         for item in blocks_of(result, i):
             writer.write(item)

@@ -235,6 +235,8 @@ class _Endless:
 
 
 def _asked(place: _Place, request: Request, rid: str) -> _Asked:
+    if request.select is not None:
+        request.select.check_columns(place.identity.vocab_size, request.max_rows)
     request, head, why = _with_head(place, request, rid)
     rows = RequestRows(request, place.pool, identity=place.identity, head=head)
     processed = None
