@@ -14,10 +14,12 @@ import transformers
 
 import logitscope
 from logitscope.engines.base import Capabilities, Engine
+from logitscope.engines.memory import available_bytes
 from logitscope.engines.transformers.cache import bytes_per_token
 from logitscope.engines.transformers.generation import generate
 from logitscope.engines.transformers.load import Loaded, LoadOptions, load
 from logitscope.engines.transformers.model import CausalModel
+from logitscope.engines.transformers.prefix import PrefixCache
 from logitscope.engines.transformers.scoring import score
 from logitscope.engines.transformers.work import Item, Settings, Work
 from logitscope.errors import ModelLoadError, OptionError, OutOfMemoryError
@@ -27,6 +29,7 @@ from logitscope.tokenizer import Tokenizer
 
 _BLOCK_BYTES = 256 * 2**20
 _BLOCK_ROWS = (16, 1024)
+_PREFIX_SHARE = 16
 # Measured on a CPU (135 million parameters); an accelerator reads all weights for up to some hundred tokens.
 _FORWARD_COST = collections.defaultdict(lambda: 256, {"cpu": 32})
 
@@ -36,6 +39,7 @@ class TransformersEngine(Engine):
 
     Attributes:
         model: the loaded model, as it was given or loaded.
+        prefixes: prompts that were read, for others which begin the same; None when none are kept.
         head_check: how the head compared with the model's own forward at load; ``head_check.used`` is
             False when rows come from the model's own forward, and ``head_check.reason`` says why.
         settings: how work is cut up.
@@ -53,8 +57,11 @@ class TransformersEngine(Engine):
         uncached_tokens: int,
         chunk_tokens: int,
         sequences: int,
+        prefix_cache_bytes: int | None,
     ) -> None:
         self._model = CausalModel(loaded.model)
+        kept = _prefix_bytes(self._model.device) if prefix_cache_bytes is None else prefix_cache_bytes
+        self.prefixes = PrefixCache(kept) if kept and self._model.keeps_prefixes else None
         self.tokenizer = None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer)
         self.memory_limit_bytes = memory_limit_bytes
         self.context_length = self._model.context_length
@@ -95,6 +102,7 @@ class TransformersEngine(Engine):
         uncached_tokens: int = 8192,
         chunk_tokens: int = 512,
         sequences: int = 32,
+        prefix_cache_bytes: int | None = None,
     ) -> Self:
         """Load a model, or take one that is loaded.
 
@@ -112,8 +120,12 @@ class TransformersEngine(Engine):
             uncached_tokens: up to so many tokens a prompt runs in one forward, without a KV cache.
             chunk_tokens: beyond it, tokens a forward, over one preallocated cache.
             sequences: that are generated together.
+            prefix_cache_bytes: for prompts that were read, so that others which begin the same need no
+                forward for that part; 0 keeps none. None is a sixteenth of the free memory for a model that
+                is loaded here, and 0 for a model object, which may be changed meanwhile.
         """
         for option, value in (
+            ("prefix_cache_bytes", 1 if prefix_cache_bytes is None else prefix_cache_bytes + 1),
             ("block_rows", 1 if block_rows is None else block_rows),
             ("uncached_tokens", uncached_tokens + 1),
             ("chunk_tokens", chunk_tokens),
@@ -135,6 +147,9 @@ class TransformersEngine(Engine):
             uncached_tokens=uncached_tokens,
             chunk_tokens=chunk_tokens,
             sequences=sequences,
+            prefix_cache_bytes=prefix_cache_bytes
+            if isinstance(model, str | Path)
+            else prefix_cache_bytes or 0,
         )
 
     @property
@@ -155,6 +170,7 @@ class TransformersEngine(Engine):
     def close(self) -> None:
         """Let go of the model; results stay valid."""
         super().close()
+        self.prefixes = None
         if hasattr(self, "_model"):
             del self._model
 
@@ -170,7 +186,17 @@ class TransformersEngine(Engine):
         return dataclasses.replace(end, verification=self._model.verification(request.encode))
 
     def _items(self, requests: Sequence[Request], buffer: Buffer | None) -> Iterator[Item]:
-        work = Work(self._model, self.identity, self.settings, buffer, self.tokenizer, self._eos_ids())
+        if self.prefixes is not None:
+            self.prefixes.belongs_to(self._model.state)
+        work = Work(
+            self._model,
+            self.identity,
+            self.settings,
+            buffer,
+            self.tokenizer,
+            self._eos_ids(),
+            self.prefixes,
+        )
         numbered = list(enumerate(requests))
         yield from score(work, [(i, r) for i, r in numbered if not r.max_new_tokens])
         yield from generate(work, [(i, r) for i, r in numbered if r.max_new_tokens])
@@ -207,7 +233,11 @@ class TransformersEngine(Engine):
 
     def _cache_bytes(self, requests: Sequence[Request], work: Work) -> int:
         per_token = bytes_per_token(self._model.config, self._model.itemsize)
-        scored = [r.prompt_length for r in requests if work.chunk_size(r.prompt_length) < r.prompt_length]
+        scored = [
+            r.prompt_length
+            for r in requests
+            if work.chunk_size(r.prompt_length) < r.prompt_length or self.prefixes is not None
+        ]
         generated = sorted(
             (r.prompt_length + r.max_new_tokens for r in requests if r.max_new_tokens), reverse=True
         )
@@ -287,6 +317,12 @@ def _given(model: Any, tokenizer: Any, options: LoadOptions) -> Loaded:
         tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
     name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
     return Loaded(model, tokenizer, name, None)
+
+
+def _prefix_bytes(device: torch.device) -> int:
+    """A sixteenth of the memory that is free where the model is."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()
+    return int(free) // _PREFIX_SHARE
 
 
 def _block_rows(model: CausalModel) -> int:

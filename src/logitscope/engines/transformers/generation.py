@@ -125,19 +125,35 @@ class _Batch:
             cache = self.model.new_cache(room)
             size = self.work.chunk_size(longest)
             ids = pad([same[0].request.token_ids for same in chosen])
-            for first in range(0, longest, size):
+            request = chosen[0][0].request
+            keeps = len(chosen) == 1 and not (self.hidden_states or self.attentions)
+            keeps = keeps and self.work.keeps(request)
+            prefix = self.work.prefix(request) if keeps else None
+            start, hidden = 0, []
+            if prefix is not None:
+                # The last token is read again: its row is where the decoding begins.
+                start = min(prefix.tokens, longest - 1)
+                prefix = prefix.first(start)
+                prefix.fill(cache)
+                hidden.append(prefix.hidden)
+                yield from self._prompt_rows(chosen[0], Output(prefix.hidden[None]), 0, 0)
+            for first in range(start, longest, size):
                 out = self.model.run(
                     ids[:, first : first + size],
                     cache=cache,
                     hidden_states=self.hidden_states,
                     attentions=self.attentions,
                 )
+                hidden += [out.rows[0]] if keeps else []
                 for row, same in enumerate(chosen):
                     yield from self._prompt_rows(same, out, row, first)
                     last = same[0].length - 1 - first
                     if 0 <= last < out.rows.shape[1]:
                         for s in same:
                             found[s.index] = (cache, row, out.rows[row, last].clone(), out, first)
+            if keeps:
+                assert self.work.prefixes is not None
+                self.work.prefixes.keep(request.token_ids, cache, torch.cat(hidden))
         return self._joined([found[s.index] for s in self.live])
 
     def _joined(

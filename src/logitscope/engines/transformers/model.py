@@ -194,6 +194,19 @@ class CausalModel:
         """Whether sequences of different lengths can decode together."""
         return "position_ids" in self._arguments and all_slabs(new_cache(self.config, 1))
 
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether what was read of a prompt can be used for another one that begins the same."""
+        return self.head is not None and all_slabs(new_cache(self.config, 1))
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Changes when a weight is replaced or written to."""
+        found = []
+        for parameter in self.model.parameters():
+            found += [parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version]
+        return tuple(found)
+
     def new_cache(self, capacity: int) -> Any:
         """An empty cache with room for ``capacity`` tokens a sequence."""
         return new_cache(self.config, capacity)

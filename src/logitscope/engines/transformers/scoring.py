@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from logitscope.engines.transformers.model import Output, RowChunk, pad
+from logitscope.engines.transformers.prefix import SHORTEST, common
 from logitscope.engines.transformers.work import Item, Settings, Work
 from logitscope.extract import Extractor, PendingBlock, to_host
 from logitscope.rows import NO_IDS, End, Request, targets
@@ -32,16 +33,35 @@ def score(work: Work, requests: Sequence[tuple[int, Request]]) -> Iterator[Item]
         Job(i, r, work.extractor(r, i), _positions(r))
         for i, r in sorted(requests, key=lambda item: item[1].prompt_length)
     ]
+    shared = _beginning_the_same(work, jobs)
     alone = [
         j
         for j in jobs
         if j.request.extras or work.chunk_size(j.request.prompt_length) < j.request.prompt_length
     ]
-    together = [j for j in jobs if j not in alone]
+    together = [j for j in jobs if j not in alone and j not in shared]
     for group in plan([j.request.prompt_length for j in together], work.settings):
-        yield from _score_group(work, [together[i] for i in group])
-    for job in alone:
+        if len(group) == 1:
+            yield from _score_one(work, together[group[0]])
+        else:
+            yield from _score_group(work, [together[i] for i in group])
+    for job in shared + [j for j in alone if j not in shared]:
         yield from _score_one(work, job)
+
+
+def _beginning_the_same(work: Work, jobs: Sequence[Job]) -> list[Job]:
+    """Jobs whose prompts begin as others do, or as one that was read before; each after its beginning."""
+    able = [job for job in jobs if work.keeps(job.request)]
+    able.sort(key=lambda job: job.request.token_ids.tolist())
+    found = []
+    for i, job in enumerate(able):
+        assert work.prefixes is not None
+        ids = job.request.token_ids
+        near = [other.request.token_ids for other in (*able[max(i - 1, 0) : i], *able[i + 1 : i + 2])]
+        shared = max([work.prefixes.common(ids), *(common(ids, other) for other in near)])
+        if shared >= SHORTEST and shared >= len(ids) // 2:
+            found.append(job)
+    return found
 
 
 def plan(lengths: Sequence[int], settings: Settings) -> list[list[int]]:
@@ -84,12 +104,21 @@ def _score_group(work: Work, jobs: Sequence[Job]) -> Iterator[Item]:
 
 
 def _score_one(work: Work, job: Job) -> Iterator[Item]:
-    request = job.request
-    size = work.chunk_size(request.prompt_length)
+    request, length = job.request, job.request.prompt_length
+    size, keeps = work.chunk_size(length), work.keeps(request)
     ids = pad([request.token_ids])
-    cache = work.model.new_cache(request.prompt_length) if size < request.prompt_length else None
+    prefix = work.prefix(request)
+    start, hidden = 0, []
+    cache = work.model.new_cache(length) if size < length or keeps else None
+    if prefix is not None:
+        start = prefix.tokens
+        hidden.append(prefix.hidden)
+        if start < length:
+            prefix.fill(cache)
+        positions = job.positions[job.positions < start]
+        yield from emit(work, job, select_rows(prefix.hidden, positions), positions)
     with work.model.eager_attention() if request.attentions else contextlib.nullcontext():
-        for first in range(0, request.prompt_length, size):
+        for first in range(start, length, size):
             out = work.model.run(
                 ids[:, first : first + size],
                 cache=cache,
@@ -98,7 +127,12 @@ def _score_one(work: Work, job: Job) -> Iterator[Item]:
             )
             positions = job.positions[(job.positions >= first) & (job.positions < first + size)]
             rows = select_rows(out.rows[0], positions - first)
+            if keeps:
+                hidden.append(out.rows[0])
             yield from emit(work, job, rows, positions, out=out, first=first)
+    if keeps and start < length:
+        assert work.prefixes is not None
+        work.prefixes.keep(request.token_ids, cache, torch.cat(hidden))
     yield End(job.index, NO_IDS, rows=len(job.positions))
 
 

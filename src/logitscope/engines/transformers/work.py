@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 
 from logitscope.engines.transformers.model import CausalModel, Product, Scratch
+from logitscope.engines.transformers.prefix import SHORTEST, Prefix, PrefixCache
 from logitscope.extract import Extractor, PendingBlock
 from logitscope.rows import Buffer, End, Identity, Request, Stage
 from logitscope.tokenizer import Tokenizer
@@ -50,6 +51,7 @@ class Work:
         buffer: where values go; None for fresh arrays.
         tokenizer: for stop strings and text.
         eos_ids: ids that end a sequence unless a request ignores them.
+        prefixes: prompts that were read before; None when none are kept.
         scratch: this run's own, so that another call may run while a stream is open.
     """
 
@@ -59,6 +61,7 @@ class Work:
     buffer: Buffer | None
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
+    prefixes: PrefixCache | None = None
     scratch: Scratch = dataclasses.field(default_factory=Scratch)
 
     def extractor(self, request: Request, index: int, stage: Stage = "raw") -> Extractor:
@@ -70,6 +73,16 @@ class Work:
             stage=stage,
             buffer=self.buffer,
         )
+
+    def prefix(self, request: Request) -> Prefix | None:
+        """The beginning of a prompt that was read before, where it can be used."""
+        if self.prefixes is None or request.extras:
+            return None
+        return self.prefixes.find(request.token_ids)
+
+    def keeps(self, request: Request) -> bool:
+        """Whether a prompt is kept for later ones."""
+        return self.prefixes is not None and not request.extras and request.prompt_length >= SHORTEST
 
     def product(self, rows: torch.Tensor, *, shared: bool = False) -> Product:
         """The product of ``rows`` ``[rows, …]`` of a forward; ``shared`` when several chunks read it."""
