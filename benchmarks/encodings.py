@@ -39,6 +39,7 @@ from logitscope.numerics import host
 from logitscope.rows import SUMMARIES, Request, Select
 
 TEXT_TOKENS, BLOCK, POSITIONS = 500, 256, 1024
+CONTEXT, QUESTION = 2000, 48
 GB = 1e9
 
 
@@ -283,9 +284,93 @@ def columns(engine: Any, pairs: int) -> list[Table]:
     return [Table("Token ids without logsumexp", RATIO_COLUMNS, [row])]
 
 
+def prefixes(engine: Any, pairs: int) -> list[Table]:
+    """A second question on a context that was read, and four continuations of one context."""
+    random = np.random.default_rng(0)
+
+    def ids(count: int) -> list[int]:
+        return [int(i) for i in random.integers(1000, 40_000, count)]
+
+    held: dict[str, list[int]] = {}
+
+    def cold(**options: Any) -> Callable[[], float]:
+        def seconds() -> float:
+            held["context"] = ids(CONTEXT)
+            prompt = held["context"] + ids(QUESTION)
+            begun = time.perf_counter()
+            engine.logits(prompt, **options)
+            return time.perf_counter() - begun
+
+        return seconds
+
+    def warm(**options: Any) -> Callable[[], float]:
+        def seconds() -> float:
+            if "context" not in held:
+                cold()()
+            prompt = held["context"] + ids(QUESTION)
+            begun = time.perf_counter()
+            engine.logits(prompt, **options)
+            return time.perf_counter() - begun
+
+        return seconds
+
+    def product() -> float:
+        hidden = random.normal(size=(CONTEXT + QUESTION, engine.identity.hidden_size)).astype(np.float32)
+        begun = time.perf_counter()
+        engine.head.rows(hidden)
+        return time.perf_counter() - begun
+
+    def choices(kept: bool) -> Callable[[], float]:
+        def seconds() -> float:
+            before = engine.prefixes
+            engine.prefixes = before if kept else None
+            try:
+                context = ids(CONTEXT)
+                prompts = [context + ids(16) for _ in range(4)]
+                begun = time.perf_counter()
+                engine.logits(prompts, select=Select(slice(CONTEXT - 1, None)))
+                return time.perf_counter() - begun
+            finally:
+                engine.prefixes = before
+
+        return seconds
+
+    legs = [
+        Leg("cold", cold(encode="hidden")),
+        Leg("warm", warm(encode="hidden")),
+        Leg("warm, dense", warm()),
+        Leg("product", product),
+        Leg("choices, kept", choices(kept=True)),
+        Leg("choices, read again", choices(kept=False)),
+    ]
+    taken = rounds(legs, pairs)
+    question = f"{QUESTION} tokens on a context of {CONTEXT}"
+    rows = [
+        ratio_row(
+            f"{question}, complete hidden rows: times faster than cold",
+            taken["warm"],
+            taken["cold"],
+            Target("≥", 10),
+            faster=True,
+        ),
+        ratio_row(
+            f"{question}, dense rows / the head product alone", taken["warm, dense"], taken["product"], None
+        ),
+        ratio_row(
+            f"four continuations of a context of {CONTEXT}: times faster than without",
+            taken["choices, kept"],
+            taken["choices, read again"],
+            None,
+            faster=True,
+        ),
+    ]
+    return [Table("Prompts that begin as earlier ones did", RATIO_COLUMNS, rows)]
+
+
 MEASURES: dict[str, Callable[[Any, argparse.Namespace], list[Table]]] = {
     "size": lambda engine, options: sizes(engine, options.rows),
     "extract": lambda engine, options: extraction(engine, options.pairs),
+    "prefix": lambda engine, options: prefixes(engine, options.pairs),
     "columns": lambda engine, options: columns(engine, options.pairs),
 }
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from logitscope.errors import InputError, OptionError, TokenIdError
-from logitscope.numerics import device, host, reference
+from logitscope.numerics import compiled, device, host, reference
 from logitscope.rows import SUMMARIES, SUMMARY_DTYPES
 
 Array = np.ndarray[Any, Any]
 F32, F16, BF16 = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 DTYPES = (F32, F16, BF16)
 VOCABS = (1, 2, 1001, 49152)
-KINDS = ("host", "device")
+KINDS = ("host", "device", "compiled")
 TARGET_SUMMARIES = [name for name in SUMMARIES if name.startswith("target_")]
 
 
@@ -42,7 +42,9 @@ def summaries(kind: str, z: Array, targets: Array | None, names: Any = SUMMARIES
     if kind == "host":
         return host.summaries(z, targets, names)
     ids = None if targets is None else torch.from_numpy(targets)
-    return {name: to_array(t) for name, t in device.summaries(to_tensor(z), ids, names).items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "available", lambda: kind == "compiled")
+        return {name: to_array(t) for name, t in device.summaries(to_tensor(z), ids, names).items()}
 
 
 def top_k(kind: str, z: Array, k: int) -> tuple[Array, Array]:
@@ -300,7 +302,9 @@ def test_a_row_is_the_same_alone_and_among_others(kind: str, vocab: int) -> None
             np.testing.assert_array_equal(values, together[name][i : i + 1], err_msg=name)
 
 
-def test_threads_do_not_change_bits() -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_threads_do_not_change_bits(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "available", lambda: fast)
     z, targets = (torch.from_numpy(array) for array in hostile(49152, F32))
     threads = torch.get_num_threads()
     try:
@@ -447,3 +451,21 @@ def test_divergences_without_distribution(bad: float) -> None:
 def test_divergences_of_different_shapes() -> None:
     with pytest.raises(InputError, match=r"expected \[2, 3\]; got \[2, 4\]"):
         host.kl_divergence(np.zeros((2, 3)), np.zeros((2, 4)))
+
+
+@pytest.mark.parametrize("vocab", [64, 300, 2048, 5000, 20_003])
+@pytest.mark.parametrize("k", [1, 5, 64])
+def test_the_best_values_are_found_in_the_best_blocks(vocab: int, k: int) -> None:
+    random = np.random.default_rng(vocab)
+    for x in (
+        random.normal(0, 3, (5, vocab)),
+        random.integers(0, 4, (5, vocab)),
+        np.arange(vocab)[None] % 977,
+        np.where(random.random((5, vocab)) < 0.99, -np.inf, random.normal(0, 3, (5, vocab))),
+    ):
+        rows = torch.from_numpy(x.astype(np.float32))
+        values, ids = device.best_values(rows, k)
+        assert torch.equal(values, rows.topk(k, dim=1).values)
+        assert torch.equal(rows.gather(1, ids), values)
+        assert all(len(set(row)) == k for row in ids.tolist())
+        assert torch.equal(device.best_ids(rows, k), device._keyed_ids(rows, k))

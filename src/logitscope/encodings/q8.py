@@ -166,7 +166,9 @@ class Q8(Quantized):
 
 def _best(rows: Any, count: int) -> tuple[Any, Any]:
     """The best values of each row and their ids, best first; the token that is chosen is among them."""
-    best, ids = rows.topk(count, dim=1)
+    from logitscope.numerics.device import best_values
+
+    best, ids = best_values(rows, count)
     if rows.device.type != "cpu" or bool((best[:, :1] == best[:, -1:]).any()):
         # Of more equals than it gives topk takes any; the first one must be there.
         first = rows.argmax(1, keepdim=True)

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from logitscope.numerics import check_k, check_rows, check_targets, checked_names
+from logitscope.numerics import check_k, check_rows, check_targets, checked_names, compiled
 
 TILE_VALUES = 200_000
 """Values of a CPU tile: with its work arrays, 800 kB each, it stays in the cache."""
 
+_BLOCK_COLUMNS, _FEW_BLOCKS = 64, 4
+_WIDENED_ROWS = 64
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NO_WEIGHT = -128.0  # its exp is 0 in float32; -inf itself would make 0 * -inf
 
@@ -98,7 +100,7 @@ def top_k(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     z = _checked(z)
     check_k(k, z.shape[1])
-    ids = torch.cat([best_ids(z[tile].float(), k) for tile in tiles(z)])
+    ids = best_ids(z.float(), k)
     valid = z.amax(1, keepdim=True).isfinite()
     values = z.gather(1, ids).masked_fill(~valid, math.nan)
     return torch.where(valid, ids, -1).to(torch.int32), values
@@ -111,7 +113,7 @@ def best_ids(x: Tensor, k: int) -> Tensor:
     """
     if x.device.type != "cpu":
         return _keyed_ids(x, k)
-    values, ids = x.topk(min(k + 1, x.shape[1]), dim=1)
+    values, ids = best_values(x, min(k + 1, x.shape[1]))
     ids, order = ids.sort(1)
     values = values.gather(1, order)
     values, order = values.sort(dim=1, descending=True, stable=True)
@@ -122,6 +124,26 @@ def best_ids(x: Tensor, k: int) -> Tensor:
             above = int((values[row, :k] > last).sum())
             ids[row, above:k] = (x[row] == last).nonzero()[: k - above, 0]
     return ids[:, :k]
+
+
+def best_values(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` highest values of each row, best first, and their ids ``[rows, k]``; of equals, any.
+
+    They lie in the ``k`` blocks of columns with the highest maxima, so that few values are sorted.
+    """
+    vocab = x.shape[1]
+    blocks = vocab // _BLOCK_COLUMNS
+    if k * _FEW_BLOCKS > blocks:
+        best: tuple[Tensor, Tensor] = x.topk(k, dim=1)
+        return best
+    even = x[:, : blocks * _BLOCK_COLUMNS].unflatten(1, (blocks, _BLOCK_COLUMNS))  # type: ignore[no-untyped-call]
+    chosen = even.amax(2).topk(k, dim=1, sorted=False).indices
+    some = even.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK_COLUMNS)).flatten(1)
+    last = blocks * _BLOCK_COLUMNS
+    values, places = torch.cat([some, x[:, last:]], 1).topk(k, dim=1)
+    block, column = places // _BLOCK_COLUMNS, places % _BLOCK_COLUMNS
+    inside = chosen.gather(1, block.clamp(max=k - 1)) * _BLOCK_COLUMNS + column
+    return values, torch.where(block < k, inside, places + (last - k * _BLOCK_COLUMNS))
 
 
 def _keyed_ids(x: Tensor, k: int) -> Tensor:
@@ -164,6 +186,9 @@ def _measures(z: Tensor, targets: Tensor | None, wanted: frozenset[str]) -> tupl
     has_target = (targets >= 0) & (targets < vocab)
     targets = targets.long().clamp(0, vocab - 1)[:, None]
     target_logits = z.gather(1, targets).float()
+    if z.device.type == "cpu" and compiled.available():
+        measured = _compiled_measures(z, targets[:, 0])
+        return measured | {"target": target_logits[:, 0]}, has_target
     ids = torch.arange(vocab, dtype=torch.float32, device=z.device)
     # The tiles share their work arrays: fresh memory for each would cost more than the arithmetic.
     work = torch.empty((3, _tile_rows(z), vocab), dtype=torch.float32, device=z.device)
@@ -173,6 +198,19 @@ def _measures(z: Tensor, targets: Tensor | None, wanted: frozenset[str]) -> tupl
     ]
     measured = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return measured | {"target": target_logits[:, 0]}, has_target
+
+
+def _compiled_measures(z: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """All that the formulas need, in one pass; rows of another dtype are widened some at a time."""
+    step = max(len(z), 1) if z.dtype == torch.float32 else _WIDENED_ROWS
+    parts = []
+    for first in range(0, max(len(z), 1), step):
+        rows = z[first : first + step].float().contiguous()
+        found = compiled.measures(
+            rows.numpy(), targets[first : first + step].numpy(), torch.get_num_threads()
+        )
+        parts.append({name: torch.from_numpy(array) for name, array in found.items()})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _measure_tile(

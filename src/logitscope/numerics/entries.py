@@ -40,12 +40,12 @@ def kept(z: Tensor, select: Select, *, uniforms: NDArray[np.float64] | None = No
         select: with ``top_k``, ``top_p``, ``min_p``, ``threshold`` or ``sample``.
         uniforms: numbers in [0, 1) for a draw, ``[rows, sample]``.
     """
+    if select.top_k is not None:
+        return _first(z, best_ids(z.float(), select.top_k))
     parts = []
     for tile in tiles(z):
         rows = z[tile]
-        if select.top_k is not None:
-            parts.append(_first(rows, best_ids(rows.float(), select.top_k)))
-        elif select.top_p is not None:
+        if select.top_p is not None:
             parts.append(_nucleus(rows, select.top_p))
         elif select.sample is not None:
             assert uniforms is not None
