@@ -33,7 +33,7 @@ from _measure import (
 )
 
 import logitscope as ls
-from logitscope.encodings import ENCODINGS
+from logitscope.encodings import ENCODINGS, Residual
 from logitscope.extract import Extractor, LogitsChunk, tensor_over
 from logitscope.numerics import host
 from logitscope.rows import SUMMARIES, Request, Select
@@ -98,9 +98,10 @@ def sizes(engine: Any, count: int) -> list[Table]:
     rows = sum(len(one) for one in plain)
     row_bytes, vocab = engine.vocab_size * 4, engine.vocab_size
     found: dict[str, Fidelity] = {}
-    identical = True
+    identical, outside = True, 0
     for text, whole in zip(texts, plain, strict=True):
         truth = whole.to_numpy()
+        outside += int((whole.target_rank() > 64).sum())
         for name in ENCODINGS:
             if name.startswith("hidden"):
                 begun = time.perf_counter()
@@ -110,6 +111,11 @@ def sizes(engine: Any, count: int) -> list[Table]:
                 begun = time.perf_counter()
                 decoded = kept.to_numpy()
                 identical &= name != "hidden" or np.array_equal(decoded, truth)
+                if name == "hidden":
+                    residual = Residual.of(kept.values)
+                    one = found.setdefault("hidden, saved with exact=True", Fidelity(0.0))
+                    one.bytes_per_row += (stored_bytes + residual.nbytes) / rows
+                    one.add(truth, decoded)
             else:
                 begun = time.perf_counter()
                 chunk = LogitsChunk(tensor_over(truth), whole.positions, whole.targets)
@@ -158,6 +164,7 @@ def sizes(engine: Any, count: int) -> list[Table]:
         "q8, bytes a value (target ≤ 1.10)": f"{found['q8'].bytes_per_row / vocab:.3f}",
         "q8, mean KL (target ≤ 3e-5)": f"{np.concatenate(found['q8'].kl).mean():.1e}",
         "q8, flips (target 0)": str(found["q8"].flips),
+        "rows whose next token is not among the best 64": f"{outside / rows:.0%}",
     }
     return [
         Table(

@@ -30,6 +30,7 @@ _PRODUCT_BYTES = 256 * 2**20
 # A packed product makes its own array, which is then copied: this many rows stay small, and cost per row
 # what a plain product of 256 costs, which packs the whole weight each time.
 _PACKED_ROWS, _PLAIN_FROM = 64, 512
+_WIDE_COLUMNS = 8192
 _TRIED_ROWS = (1, 2, 3, 7, 16, 53, 64)
 _CONFIG_TRANSFORMS: tuple[tuple[str, Literal["multiply", "divide", "softcap"]], ...] = (
     ("logit_scale", "multiply"),
@@ -145,6 +146,34 @@ class Head:
             self._multiplied(part, product)
             place.copy_(transform(product.to(place.dtype), self.transforms))
         return out
+
+    @torch.no_grad()
+    def wide_rows(self, hidden: NDArray[Any], shift: int = 0) -> NDArray[np.float64]:
+        """Logits ``[rows, vocab_size]`` from a product in float64, before they are rounded to their dtype.
+
+        Where rows are wider than the product, it is rounded to its own dtype as in `rows`.
+
+        Args:
+            hidden: host rows ``[rows, hidden_size]``.
+            shift: -1 or 1 for the least or the most that the sum may be, in whatever order it is taken.
+        """
+        part = tensor_over(np.array(hidden)).to(self.device, self.dtype).double()
+        weight, bias = self.weight, self.bias
+        # A sum of n products is off by less than n units in the last place times the norms of both.
+        unit = 4 * part.shape[1] * torch.finfo(torch.float64).eps
+        reach = shift * unit * part.norm(dim=1, keepdim=True)
+        out = torch.empty(len(part), self.vocab_size, dtype=torch.float64)
+        for a in range(0, self.vocab_size, _WIDE_COLUMNS):
+            columns = weight[a : a + _WIDE_COLUMNS].double()
+            product = part @ columns.t() + reach * columns.norm(dim=1)
+            if bias is not None:
+                product += bias[a : a + _WIDE_COLUMNS].double()
+            out[:, a : a + _WIDE_COLUMNS] = product.cpu()
+        if self.rows_dtype != DTYPES[_name(self.dtype)]:
+            out = out.to(self.dtype).double()
+        transform(out, self.transforms)
+        found: NDArray[np.float64] = (out + shift * 1e-14 * out.abs()).numpy()
+        return found
 
     def rounding_bound(self, hidden: torch.Tensor, dtype: torch.dtype) -> float:
         """Bound of the difference that rounding hidden rows to a dtype makes to their logits.

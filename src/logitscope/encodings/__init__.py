@@ -6,6 +6,7 @@ import numpy as np
 
 from logitscope.encodings.base import EncodedRows, Encoding, RowFormat, RowHead
 from logitscope.encodings.dense import DTYPES, Dense
+from logitscope.encodings.exact import ExactRows, Residual
 from logitscope.encodings.float8 import Float8
 from logitscope.encodings.hidden import Hidden, HiddenRows
 from logitscope.encodings.q8 import Q8
@@ -22,11 +23,13 @@ __all__ = [
     "Dense",
     "EncodedRows",
     "Encoding",
+    "ExactRows",
     "Float8",
     "Hidden",
     "HiddenRows",
     "Quantized",
     "QuantizedRows",
+    "Residual",
     "RowFormat",
     "RowHead",
     "dtype_of",

@@ -57,6 +57,9 @@ class RowHead(Protocol):
     def rows(self, hidden: NDArray[Any], ids: NDArray[Any] | None = None) -> NDArray[Any]:
         """Rows ``[rows, vocab_size]``, or some columns of them, of hidden rows ``[rows, hidden_size]``."""
 
+    def wide_rows(self, hidden: NDArray[Any], shift: int = 0) -> NDArray[np.float64]:
+        """The same from a product in float64; with ``shift`` -1 or 1 the least or the most it may be."""
+
 
 class Encoding(Protocol):
     """A value format of kept rows."""

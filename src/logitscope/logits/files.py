@@ -5,7 +5,8 @@ Both hold the same arrays, little-endian: ``logits``, ``positions``, ``token_ids
 ``kept.values`` and ``kept.ids`` in place of ``logits``, with ``kept.lengths`` when each row has its own,
 and ``kept.counts`` when they were drawn. Quantized rows come as ``codes`` in place of ``logits``,
 with the formula that decodes them in the metadata; hidden rows as ``hidden``, with the head as
-``head.weight`` and ``head.bias``, once. In a batch each but the head's begins with the member's number,
+``head.weight`` and ``head.bias``, once, and with ``residual`` where every machine is to rebuild the same
+bits. In a batch each but the head's begins with the member's number,
 as in ``0.logits``. The metadata is JSON: format, version, identity, stage, encoding, prompt lengths,
 verifications, and dtype, shape and XXH3 checksum of each array. An ``.npz`` holds it as
 ``metadata.json``, and bfloat16 as ``uint16`` codes; a ``.safetensors`` holds it, with a checksum of its
@@ -33,7 +34,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from logitscope import tensors
-from logitscope.encodings import EncodedRows, HiddenRows, QuantizedRows, RowHead, encoding
+from logitscope.encodings import (
+    EncodedRows,
+    ExactRows,
+    HiddenRows,
+    QuantizedRows,
+    Residual,
+    RowHead,
+    encoding,
+)
 from logitscope.errors import (
     FileFormatError,
     IdentityMismatchError,
@@ -92,10 +101,15 @@ _MALFORMED = (
 )
 
 
-def save(result: Logits | LogitsBatch, path: str | PathLike[str]) -> None:
+def save(result: Logits | LogitsBatch, path: str | PathLike[str], *, exact: bool = False) -> None:
     """Write a result to ``.npz`` or ``.safetensors``, by the suffix.
 
     The file appears whole or not at all; a file that was there before is replaced only then.
+
+    Args:
+        result: to write.
+        path: of the file.
+        exact: add to hidden rows what other machines need to rebuild the same bits as this one.
 
     Raises:
         OptionError: another suffix.
@@ -107,7 +121,11 @@ def save(result: Logits | LogitsBatch, path: str | PathLike[str]) -> None:
     members = list(result) if isinstance(result, LogitsBatch) else [result]
     arrays: dict[str, NDArray[Any]] = {}
     for i, member in enumerate(members):
-        arrays.update(_arrays(member, f"{i}." if isinstance(result, LogitsBatch) else ""))
+        prefix = f"{i}." if isinstance(result, LogitsBatch) else ""
+        arrays.update(_arrays(member, prefix))
+        if isinstance(member.values, HiddenRows) and exact:
+            residual = Residual.of(member.values)
+            arrays |= {prefix + "residual": residual.data, prefix + "residual_ends": residual.ends}
     head = _head(members)
     if head is not None:
         arrays |= {f"head.{name}": array for name, array in head.arrays().items()}
@@ -287,6 +305,9 @@ def _held(
     kept = _group(own, "kept.")
     if kept:
         return CutRows.of(dict(kept), identity.vocab_size, best=best)
+    if "residual" in own:
+        assert head is not None
+        return ExactRows(own["hidden"], head, Residual(own["residual"], own["residual_ends"]))
     for name in ("hidden", "codes"):
         if name in own:
             return encoding(encode or "").held(own[name], identity, head)

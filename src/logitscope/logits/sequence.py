@@ -568,15 +568,20 @@ class Logits(RowArrays):
             arrays.append(lists)
         return pyarrow.Table.from_arrays(arrays, schema=pyarrow.schema(fields, metadata=self._metadata()))
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | PathLike[str], *, exact: bool = False) -> None:
         """Write everything to ``.npz`` or ``.safetensors``, by the suffix; `logitscope.logits.load` reads it.
+
+        Args:
+            path: of the file.
+            exact: add to hidden rows a compressed residual, with which every machine rebuilds the bits that
+                this one does; else another processor or library may differ in the last ones.
 
         Raises:
             OptionError: another suffix.
         """
         from logitscope.logits.files import save
 
-        save(self, path)
+        save(self, path, exact=exact)
 
     # -- views -----------------------------------------------------------------------------------------
 
