@@ -26,7 +26,7 @@ PROFILES = {
     "demo": [*COMMON, ("logitscope", [*PINNED, "-e", ".[transformers]"])],
     "dev": [
         *COMMON,
-        ("logitscope and the development tools", [*PINNED, "-e", ".[transformers]", "--group", "dev"]),
+        ("logitscope and the development tools", [*PINNED, "-e", ".[transformers,serve]", "--group", "dev"]),
     ],
     # SGLang pins what the other environment has in other releases. Its own dependencies hold CUDA kernels
     # that do not install everywhere; those that a CPU needs are listed in the file.

@@ -13,6 +13,8 @@
     │   └── NotCausalError             the model is no causal language model
     ├── UnsupportedError               this engine or library cannot give that
     ├── MemoryLimitError               the request needs more bytes than the limit
+    ├── BusyError                      a server has too much to do
+    ├── ConnectionFailedError          a server that cannot be reached, or went away
     ├── OutOfMemoryError (MemoryError) the system or the accelerator had no more to give
     ├── RowsError                      rows that are wrong are not returned
     │   ├── NonFiniteError             the model computed NaN or infinite values
@@ -122,6 +124,14 @@ class MemoryLimitError(LogitscopeError):
             got=f"{needed_bytes:,} bytes",
             fix=fix,
         )
+
+
+class BusyError(LogitscopeError):
+    """A server has too much to do; nothing was computed, and the same may be asked again."""
+
+
+class ConnectionFailedError(LogitscopeError):
+    """A server cannot be reached, went away, or is none of ours."""
 
 
 class OutOfMemoryError(LogitscopeError, MemoryError):

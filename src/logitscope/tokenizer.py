@@ -89,9 +89,8 @@ class Tokenizer:
 
     def _turn_end(self, token_ids: Ids, first: int, last: int) -> int:
         """Where a message ends: after its last special token, if nothing but white space follows."""
-        special = set(self.wrapped.all_special_ids)
         end = last
-        while end > first and int(token_ids[end - 1]) not in special:
+        while end > first and int(token_ids[end - 1]) not in self.special_ids:
             if self.pieces(token_ids[end - 1 : end])[0].strip():
                 return last
             end -= 1
@@ -134,6 +133,16 @@ class Tokenizer:
         return len(self.wrapped)
 
     @property
+    def has_chats(self) -> bool:
+        """Whether it has a template for chats."""
+        return self.wrapped.chat_template is not None
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text."""
+        return frozenset(int(i) for i in self.wrapped.all_special_ids)
+
+    @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's end-of-sequence id, if it has one."""
         return None if self.wrapped.eos_token_id is None else int(self.wrapped.eos_token_id)
@@ -151,7 +160,7 @@ class Tokenizer:
         ids = xxhash.xxh3_64()
         for token_id, data in sorted(self._token_bytes.items()):
             ids.update(struct.pack("<ii", token_id, len(data)) + data)
-        special = sorted(int(i) for i in self.wrapped.all_special_ids)
+        special = sorted(self.special_ids)
         return f"{ids.hexdigest()}-{xxhash.xxh3_64_hexdigest(struct.pack(f'<{len(special)}i', *special))}"
 
 

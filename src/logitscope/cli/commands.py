@@ -15,7 +15,7 @@ import logitscope
 from logitscope.cli import options as opt
 from logitscope.cli.report import INTERRUPTED, USAGE, command, row_progress, say, spinner, stdout
 from logitscope.engines.transformers.gguf import BUNDLED
-from logitscope.errors import UnsupportedError
+from logitscope.errors import MissingDependencyError, UnsupportedError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -210,6 +210,39 @@ def generate(
 
 
 @app.command()
+def serve(
+    model: opt.Model,
+    host: Annotated[str, typer.Option(metavar="NAME", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", envvar="LOGITSCOPE_API_KEY", help="That clients must send as a bearer token."
+        ),
+    ] = None,
+    dtype: opt.ModelDtype = None,
+    device: opt.Device = None,
+    traceback: opt.Traceback = False,
+) -> None:
+    """Serve a model's logits over HTTP: logitscope.open("http://…") is an engine like one here."""
+    with command(traceback=traceback):
+        try:
+            from logitscope.server.serve import serve as run
+        except ModuleNotFoundError as error:
+            raise MissingDependencyError(
+                f"serving needs {error.name}", where="serve", fix="pip install 'logitscope[serve]'"
+            ) from error
+        engine = _open(model, dtype=dtype, device=device)
+        run(
+            engine,
+            host=host,
+            port=port,
+            api_key=api_key,
+            ready=lambda address: say(f"serving {model} at {address}"),
+        )
+
+
+@app.command()
 def doctor(
     engine: Annotated[Literal["sglang"], typer.Argument(help="Beside which engine the plugin is installed.")],
     traceback: opt.Traceback = False,
@@ -243,6 +276,8 @@ def models(as_json: opt.Json = False, traceback: opt.Traceback = False) -> None:
 def _open(model: str, *, dtype: str | None = None, device: str | None = None) -> Engine:
     from logitscope.engines.registry import engine_class
 
+    if model.startswith(("http://", "https://")):
+        return logitscope.open(model)
     with spinner("loading PyTorch"):
         engine_class("transformers")  # the slow imports
     _convert(model)

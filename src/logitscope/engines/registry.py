@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
 from logitscope.engines.base import Engine
-from logitscope.errors import MissingDependencyError, OptionError, UnsupportedError
+from logitscope.errors import MissingDependencyError, OptionError
 
 ENTRY_POINT_GROUP = "logitscope.engines"
 _BUILT_IN = {
     "transformers": "logitscope.engines.transformers.engine:TransformersEngine",
     "sglang": "logitscope.engines.sglang:SGLangEngine",
+    "remote": "logitscope.engines.remote:RemoteEngine",
     "fake": "logitscope.engines.fake:FakeEngine",
 }
 _LISTED = 40
@@ -66,13 +68,22 @@ def engine_class(name: str) -> type[Engine]:
     return found
 
 
-def open_engine(model: Any, *, engine: str | None = None, **options: Any) -> Engine:
+def open_engine(
+    model: Any,
+    *,
+    engine: str | None = None,
+    workers: int | None = None,
+    devices: Sequence[str] | None = None,
+    **options: Any,
+) -> Engine:
     """Open a model and return its engine.
 
     Args:
-        model: a bundled name (``"smollm2"``), a folder, a ``.gguf`` file, a hub name, or a loaded
-            model object.
+        model: a bundled name (``"smollm2"``), a folder, a ``.gguf`` file, a hub name, a loaded model object,
+            the address of a server, as ``"http://box:8000"``, or a list of addresses, which share the work.
         engine: ``"transformers"`` (the default), ``"sglang"``, or another name of `engines`.
+        workers: so many processes share the work, and the cores of this machine.
+        devices: one process for each of these devices shares the work.
         **options: the engine's own, typed options (see its ``open``); an unknown one is an error.
 
     Raises:
@@ -84,20 +95,25 @@ def open_engine(model: Any, *, engine: str | None = None, **options: Any) -> Eng
         >>> engine.logits([1, 2, 3]).shape
         (3, 7)
     """
-    if isinstance(model, str) and model.startswith(("http://", "https://")):
-        raise UnsupportedError("no remote engine in this version", where="open", got=model)
-    found = engine_class(engine or "transformers")
+    several = isinstance(model, list | tuple)
+    at_a_server = several or (isinstance(model, str) and model.startswith(("http://", "https://")))
+    engine = engine or ("remote" if at_a_server else "transformers")
+    found = engine_class(engine)
     known = found.option_names()
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise OptionError(
                 "unknown option",
-                where=f"open(engine={engine or 'transformers'!r})",
+                where=f"open(engine={engine!r})",
                 expected=f"one of {', '.join(known)}"
                 if len(known) <= _LISTED
                 else f"one of {len(known)} names",
                 got=name,
                 fix=f"Did you mean {near[0]}?" if near else None,
             )
+    if several or workers is not None or devices is not None:
+        from logitscope.engines.parallel import ParallelEngine
+
+        return ParallelEngine.open(model, engine=engine, workers=workers, devices=devices, options=options)
     return found.open(model, **options)

@@ -87,7 +87,7 @@ class EngineCase:
     def special_token_ids(self) -> list[int]:
         """Ids that are no plain text: the tokenizer's special ones, and end of sequence."""
         tokenizer = self.engine.tokenizer
-        found = [] if tokenizer is None else [int(i) for i in tokenizer.wrapped.all_special_ids]
+        found = [] if tokenizer is None else sorted(tokenizer.special_ids)
         return found if self.eos_token_id is None else [*found, self.eos_token_id]
 
     def publish(self, what: str, value: float) -> None:

@@ -76,7 +76,7 @@ class InputSuite:
 
     def test_one_chat_and_a_list_of_chats(self, case: EngineCase) -> None:
         tokenizer = case.tokenizer
-        if tokenizer.wrapped.chat_template is None:
+        if not tokenizer.has_chats:
             pytest.skip("the tokenizer has no chat template")
         ids = tokenizer.encode_chat(_CHAT, generate=False)
         one = case.score(list(_CHAT))

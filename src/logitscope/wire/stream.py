@@ -11,6 +11,7 @@ batch counts blocks and requests: without it the stream was cut, and reading rai
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ from logitscope.rows import (
     Stream,
     Verification,
 )
+from logitscope.wire.errors import error_from_json, error_to_json
 from logitscope.wire.requests import request_from_json, request_to_json
 
 FORMAT = "logitscope.rows"
@@ -75,6 +77,11 @@ class RowWriter:
         else:
             self._block(item)
             self._blocks += 1
+
+    def fail(self, error: BaseException) -> None:
+        """Write why there will be no more, and end the stream: reading raises it."""
+        self._empty({"kind": "error", "error": error_to_json(error)})
+        self._writer.close()
 
     def close(self) -> None:
         """Write the end of the stream."""
@@ -132,10 +139,11 @@ def write_stream(sink: BinaryIO, stream: Stream, identity: Identity, requests: S
 class RowReader:
     """Reads what `RowWriter` wrote; iterating gives the same blocks and ends.
 
-    Values are views of the received buffers, and read-only.
+    Values are views of the received buffers, and read-only unless ``writable``.
 
     Args:
         source: a binary file, or bytes.
+        writable: whether blocks may be written to, because the memory that is read into is nobody else's.
 
     Attributes:
         identity: what made the rows.
@@ -146,7 +154,8 @@ class RowReader:
         IncompleteError: while iterating: it was cut.
     """
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, *, writable: bool = False) -> None:
+        self._writable = writable
         with _named_errors():
             self._reader = pa.ipc.open_stream(source)
             metadata = self._reader.schema.metadata or {}
@@ -175,6 +184,8 @@ class RowReader:
                         expected="an end of the stream",
                     )
                 batch, facts = found
+                if facts["kind"] == "error":
+                    raise error_from_json(facts["error"])
                 if facts["kind"] == "complete":
                     if (blocks, ends) != (facts["blocks"], facts["ends"]):
                         raise IncompleteError(
@@ -183,7 +194,11 @@ class RowReader:
                             got=f"{blocks} and {ends}",
                         )
                     return
-                item = _end(facts["end"]) if facts["kind"] == "end" else _block(batch, facts)
+                item = (
+                    _end(facts["end"])
+                    if facts["kind"] == "end"
+                    else _block(batch, facts, writable=self._writable)
+                )
             blocks, ends = blocks + isinstance(item, RowBlock), ends + isinstance(item, End)
             yield item
 
@@ -253,29 +268,35 @@ def _byte_rows(array: NDArray[Any], widths: NDArray[np.int64]) -> Any:
     return pa.Array.from_buffers(pa.large_binary(), rows, buffers)
 
 
-def _rows_of(column: Any, dtype: str, shape: Sequence[int]) -> NDArray[Any]:
-    kind, (lengths, found) = dtype_of(dtype), _bytes_of(column)
+def _rows_of(column: Any, dtype: str, shape: Sequence[int], *, writable: bool) -> NDArray[Any]:
+    kind, (lengths, found) = dtype_of(dtype), _bytes_of(column, writable=writable)
     width = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     if (lengths != width).any():
         raise FileFormatError("rows of another width", expected=f"{width:,} bytes")
     return found.view(kind).reshape(len(column), *shape)
 
 
-def _bytes_of(column: Any) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def _bytes_of(column: Any, *, writable: bool) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """Bytes of each row, and all of them."""
     _, offsets, data = column.buffers()
     if not len(column):
         return np.empty(0, np.int64), np.empty(0, np.uint8)
     places = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-    return np.diff(places), np.frombuffer(data or b"", np.uint8)[places[0] : places[-1]]
+    if data is None or not data.size:
+        return np.diff(places), np.empty(0, np.uint8)
+    memory = data
+    if writable:
+        memory = (ctypes.c_uint8 * data.size).from_address(data.address)
+        memory.owner = data  # which keeps it alive
+    return np.diff(places), np.frombuffer(memory, np.uint8)[places[0] : places[-1]]
 
 
-def _entries_of(batch: Any, parts: dict[str, Any]) -> Entries | None:
+def _entries_of(batch: Any, parts: dict[str, Any], *, writable: bool) -> Entries | None:
     """The entries of a batch's rows; None where it has none."""
     found: dict[str, NDArray[Any]] = {}
     for name, (dtype, shape) in parts.items():
         if shape is None:
-            sizes, data = _bytes_of(batch.column(name))
+            sizes, data = _bytes_of(batch.column(name), writable=writable)
             kind = dtype_of(dtype)
             lengths = (sizes // kind.itemsize).astype(np.int32)
             if not np.array_equal(found.setdefault("lengths", lengths), lengths):
@@ -284,7 +305,7 @@ def _entries_of(batch: Any, parts: dict[str, Any]) -> Entries | None:
     return Entries(**found) if found else None
 
 
-def _block(batch: Any, facts: dict[str, Any]) -> RowBlock:
+def _block(batch: Any, facts: dict[str, Any], *, writable: bool) -> RowBlock:
     block = RowBlock(
         facts["request"],
         batch.column("position").to_numpy(zero_copy_only=False).astype(np.int64, copy=False),
@@ -295,11 +316,11 @@ def _block(batch: Any, facts: dict[str, Any]) -> RowBlock:
             for name in facts["summary"]
         },
     )
-    block.entries = _entries_of(batch, facts["parts"])
+    block.entries = _entries_of(batch, facts["parts"], writable=writable)
     for name, (dtype, shape) in facts["parts"].items():
         if shape is None:
             continue
-        array = _rows_of(batch.column(name), dtype, shape)
+        array = _rows_of(batch.column(name), dtype, shape, writable=writable)
         kind, _, layer = name.partition(".")
         if layer:
             getattr(block, kind)[int(layer)] = array

@@ -170,7 +170,7 @@ async def logits(server: Any, request: Any) -> Any:
 def _closing_response() -> type:
     from starlette.responses import StreamingResponse
 
-    class ClosingResponse(StreamingResponse):  # type: ignore[misc]
+    class ClosingResponse(StreamingResponse):
         def __init__(self, rows: Any, **options: Any) -> None:
             super().__init__(rows, **options)
             self._rows = rows

@@ -1,0 +1,1 @@
+"""Logits over HTTP: ``logitscope serve``."""
