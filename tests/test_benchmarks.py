@@ -311,3 +311,25 @@ def test_gpu_profile_counts_calls(measure: Any, tmp_path: pathlib.Path) -> None:
     counts = gpu.waits(lambda: [a @ a for _ in range(3)], trace)
     assert counts["aten::mm"] == 3
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_encodings_benchmark_runs(
+    measure: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: Any
+) -> None:
+    from logitscope.testing import save_tiny
+
+    module = importlib.import_module("encodings_bench")
+    for name, value in (
+        ("TEXT_TOKENS", 30),
+        ("BLOCK", 20),
+        ("POSITIONS", 40),
+        ("CONTEXT", 90),
+        ("QUESTION", 5),
+    ):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "SHORT_TEXTS", 4)
+    module.main([str(save_tiny(tmp_path)), "--rows", "60", "--pairs", "1", "--markdown"])
+    shown = capsys.readouterr().out
+    assert "| hidden rows bit-identical to the engine's | yes |" in shown
+    assert shown.count("\n### ") >= 6
+    assert "nan" not in shown.lower()

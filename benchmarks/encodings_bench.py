@@ -1,7 +1,7 @@
 """What is kept of a row, how large, how right and how fast, on real rows of the bundled model.
 
-    python benchmarks/encodings.py --markdown           # everything: the tables of docs/encodings.md
-    python benchmarks/encodings.py --only size --rows 200
+    python benchmarks/encodings_bench.py --markdown           # everything: the tables of docs/encodings.md
+    python benchmarks/encodings_bench.py --only size --rows 200
 
 Rows are those of English prose: the help texts of Python's own `pydoc_data.topics`. Ratios follow the rule in
 `_measure`; run it on a machine that does nothing else.
@@ -40,6 +40,7 @@ from logitscope.rows import SUMMARIES, Request, Select
 
 TEXT_TOKENS, BLOCK, POSITIONS = 500, 256, 1024
 CONTEXT, QUESTION = 2000, 48
+SHORT_TEXTS, SHORT_TOKENS = 64, (16, 65)
 GB = 1e9
 
 
@@ -49,6 +50,11 @@ def prose(engine: Any, tokens: int) -> list[list[int]]:
 
     ids = [int(i) for name in sorted(topics) for i in engine.tokenizer.encode(topics[name])][:tokens]
     return [ids[i : i + TEXT_TOKENS] for i in range(0, len(ids), TEXT_TOKENS)]
+
+
+def random_ids(random: np.random.Generator, engine: Any, count: int) -> list[int]:
+    """Token ids that make no sense."""
+    return [int(i) for i in random.integers(engine.vocab_size // 50, engine.vocab_size * 4 // 5, count)]
 
 
 # -- size and fidelity ---------------------------------------------------------------------------------
@@ -104,12 +110,11 @@ def sizes(engine: Any, count: int) -> list[Table]:
         outside += int((whole.target_rank() > 64).sum())
         for name in ENCODINGS:
             if name.startswith("hidden"):
-                begun = time.perf_counter()
-                kept = engine.logits(text, encode=name)
-                encode_s = 0.0
+                kept, encode_s = engine.logits(text, encode=name), 0.0
                 stored_bytes = kept.values.nbytes
                 begun = time.perf_counter()
                 decoded = kept.to_numpy()
+                decode_s = time.perf_counter() - begun
                 identical &= name != "hidden" or np.array_equal(decoded, truth)
                 if name == "hidden":
                     residual = Residual.of(kept.values)
@@ -126,7 +131,7 @@ def sizes(engine: Any, count: int) -> list[Table]:
                 begun = time.perf_counter()
                 held = ENCODINGS[name].held(block.values, engine.identity, None)
                 decoded = np.asarray(held).astype(np.float32)
-            decode_s = time.perf_counter() - begun
+                decode_s = time.perf_counter() - begun
             one = found.setdefault(name, Fidelity(stored_bytes / len(whole)))
             one.encode_s, one.decode_s = one.encode_s + encode_s, one.decode_s + decode_s
             one.add(truth, decoded)
@@ -278,7 +283,7 @@ def columns(engine: Any, pairs: int) -> list[Table]:
     some = Select(vocab=list(range(10)), logsumexp=False)
 
     def asked(select: Select) -> Callable[[], Any]:
-        return lambda: engine.logits(random.integers(1000, 40_000, POSITIONS).tolist(), select=select)
+        return lambda: engine.logits(random_ids(random, engine, POSITIONS), select=select)
 
     runs = {"ids": asked(some), "last": asked(Select("last"))}
     taken = rounds([Leg(name, clocked(run)) for name, run in runs.items()], pairs)
@@ -296,7 +301,7 @@ def prefixes(engine: Any, pairs: int) -> list[Table]:
     random = np.random.default_rng(0)
 
     def ids(count: int) -> list[int]:
-        return [int(i) for i in random.integers(1000, 40_000, count)]
+        return random_ids(random, engine, count)
 
     held: dict[str, list[int]] = {}
 
@@ -374,11 +379,50 @@ def prefixes(engine: Any, pairs: int) -> list[Table]:
     return [Table("Prompts that begin as earlier ones did", RATIO_COLUMNS, rows)]
 
 
+def parallel(engine: Any, model: str, pairs: int) -> list[Table]:
+    """Two worker processes on the cores of this machine against this process with one thread."""
+    random = np.random.default_rng(0)
+    texts = [random_ids(random, engine, n) for n in random.integers(*SHORT_TOKENS, SHORT_TEXTS)]
+    figures: dict[str, Any] = {"select": Select(vocab=None), "summary": True}
+
+    def alone(**options: Any) -> Callable[[], Any]:
+        def run() -> Any:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                return engine.logits(texts, **options)
+            finally:
+                torch.set_num_threads(threads)
+
+        return run
+
+    with ls.open(model, workers=2) as workers:
+        legs = [
+            Leg("workers", clocked(lambda: workers.logits(texts, **figures))),
+            Leg("alone", clocked(alone(**figures))),
+            Leg("workers, rows", clocked(lambda: workers.logits(texts))),
+            Leg("alone, rows", clocked(alone())),
+        ]
+        taken = rounds(legs, pairs)
+    rows = [
+        ratio_row(
+            f"summaries of {SHORT_TEXTS} texts of {SHORT_TOKENS[0]} to {SHORT_TOKENS[1]} tokens",
+            taken["workers"],
+            taken["alone"],
+            Target("≥", 1.6),
+            faster=True,
+        ),
+        ratio_row("the same, complete rows", taken["workers, rows"], taken["alone, rows"], None, faster=True),
+    ]
+    return [Table("Two workers: times faster than one process of one thread", RATIO_COLUMNS, rows)]
+
+
 MEASURES: dict[str, Callable[[Any, argparse.Namespace], list[Table]]] = {
     "size": lambda engine, options: sizes(engine, options.rows),
     "extract": lambda engine, options: extraction(engine, options.pairs),
     "prefix": lambda engine, options: prefixes(engine, options.pairs),
     "columns": lambda engine, options: columns(engine, options.pairs),
+    "parallel": lambda engine, options: parallel(engine, options.model, options.pairs),
 }
 
 
