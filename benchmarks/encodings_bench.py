@@ -138,7 +138,7 @@ def sizes(engine: Any, count: int) -> list[Table]:
         found.setdefault("llama.cpp's 16 bits", Fidelity(engine.vocab_size * 2 + 8)).add(
             truth, llama_cpp(truth)
         )
-        cuts = {f"top_k={k}, tail spread evenly": Select(top_k=k) for k in (64, 256, 1024)}
+        cuts = {f"top_k={k}, tail spread evenly": Select(top_k=k) for k in (64, 256, 1024) if k <= vocab}
         cuts["top_p=0.999, tail spread evenly"] = Select(top_p=0.999)
         for name, select in cuts.items():
             kept = engine.logits(text, select=select)

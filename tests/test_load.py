@@ -14,12 +14,12 @@ from transformers import BertConfig, BertLMHeadModel, T5Config
 import logitscope as ls
 from logitscope.engines.registry import engine_class, engines
 from logitscope.errors import (
+    ConnectionFailedError,
     InputError,
     ModelLoadError,
     ModelNotFoundError,
     NotCausalError,
     OptionError,
-    UnsupportedError,
 )
 from logitscope.testing import save_tiny, tiny_model, tiny_tokenizer
 
@@ -124,8 +124,8 @@ def test_bad_options(folder: pathlib.Path, options: dict[str, Any], match: str) 
         ls.open(folder, **options)
 
 
-def test_an_address_has_no_engine_yet() -> None:
-    with pytest.raises(UnsupportedError, match="remote"):
+def test_an_address_where_nobody_answers() -> None:
+    with pytest.raises(ConnectionFailedError, match="nobody answers"):
         ls.open("http://localhost:1")
 
 

@@ -435,7 +435,7 @@ def test_a_connection_that_is_cut_is_an_error() -> None:
 
 
 def test_hidden_rows_are_rebuilt_at_the_client(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LOGITSCOPE_CACHE", str(tmp_path))
     local = ls.open(tiny_model("gemma2"))
     rows = local.logits(list(range(4, 30)))
     with serving(ls.open(local.model)) as address:
@@ -444,7 +444,7 @@ def test_hidden_rows_are_rebuilt_at_the_client(tmp_path: Any, monkeypatch: pytes
                 found = client.logits(list(range(4, 30)), encode="hidden")
                 assert np.allclose(found.to_numpy(), rows.to_numpy(), atol=1e-5)
                 assert found.nbytes < rows.nbytes / 10
-    (file,) = (tmp_path / "logitscope" / "heads").iterdir()
+    (file,) = (tmp_path / "heads").iterdir()
     assert file.name == f"{local.head.hash}.safetensors"
 
 

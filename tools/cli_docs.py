@@ -29,7 +29,8 @@ about it; `--traceback` (or `LOGITSCOPE_TRACEBACK=1`) shows where it came from.
 | 130 | interrupted |
 | 141 | what read its output was closed |
 
-`LOGITSCOPE_CACHE` is the folder for converted GGUF models; by default it is the platform's cache folder.
+`LOGITSCOPE_CACHE` is the folder for converted GGUF models and fetched heads; by default it is the
+platform's cache folder.
 
 In the table, `log p` is the log-probability of the scored token and `entropy` that of the whole distribution,
 both in nats; `rank` 1 is the best token. Spaces show as `␣`, line ends as `↵`.

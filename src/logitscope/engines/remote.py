@@ -6,16 +6,15 @@ import functools
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import platformdirs
 import urllib3
 from numpy.typing import NDArray
 
 from logitscope import tensors
 from logitscope.engines.base import Capabilities, Engine
+from logitscope.engines.cache_dir import cache_dir
 from logitscope.errors import (
     ConnectionFailedError,
     FileFormatError,
@@ -28,7 +27,6 @@ from logitscope.wire import RowReader, request_to_json
 from logitscope.wire.errors import error_from_json
 
 _CONNECT_S = 10.0
-_PIECE_BYTES = 1 << 20
 
 
 class RemoteEngine(Engine):
@@ -177,9 +175,7 @@ class RemoteEngine(Engine):
     # -- the head --------------------------------------------------------------------------------------
 
     def _fetched_head(self, name: str) -> Any:
-        file = (
-            Path(platformdirs.user_cache_dir("logitscope", appauthor=False)) / "heads" / f"{name}.safetensors"
-        )
+        file = cache_dir() / "heads" / f"{name}.safetensors"
         if file.exists():
             try:
                 return _head_of(file.read_bytes(), name)
@@ -254,46 +250,9 @@ class RemoteTokenizer:
 def _read(answer: Any) -> Iterator[RowBlock | End]:
     """The items of an answer; a connection that breaks is an error."""
     try:
-        yield from RowReader(_Body(answer), writable=True)
+        yield from RowReader(answer, writable=True)
     except urllib3.exceptions.HTTPError as error:
         raise _lost("the server", error) from error
-
-
-class _Body:
-    """An answer as a file that Arrow reads into memory which may be written to later."""
-
-    closed = False
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """At most so many bytes."""
-        return bytes(self._answer.read(None if size < 0 else size))
-
-    def read_buffer(self, size: int) -> Any:
-        """So many bytes, or those that are left, as an Arrow buffer of their own."""
-        import pyarrow
-
-        room = pyarrow.allocate_buffer(size, resizable=True)
-        view, done = memoryview(room).cast("B"), 0
-        while done < size:
-            piece = self._answer.read(min(size - done, _PIECE_BYTES))
-            if not piece:
-                break
-            view[done : done + len(piece)] = piece
-            done += len(piece)
-        view.release()
-        if done < size:
-            room.resize(done)
-        return room
-
-    def close(self) -> None:
-        """Nothing: the connection is used again."""
 
 
 def _lost(where: str, error: BaseException) -> ConnectionFailedError:

@@ -1,6 +1,6 @@
 """One pass over float32 rows on a CPU, compiled by Numba: what the summaries' formulas need.
 
-It is used where Numba is installed (``pip install 'logitscope[fast]'``), and takes a third of the time of
+It is used where Numba is installed (``pip install 'logitscope[fast]'``), and takes half the time of
 PyTorch's operators, which read a row some twenty times. `logitscope.numerics.device` states how far results
 may lie from the float64 reference; they are the same here.
 """

@@ -45,6 +45,7 @@ MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 _KEY = b"logitscope"
 _EXTRAS = ("hidden_states", "attentions")
 _ENTRIES = "entries"
+_PIECE_BYTES = 1 << 20
 _SUMMARY_TYPES = {
     name: pa.int32() if SUMMARY_DTYPES[name] is np.int32 else pa.float32() for name in SUMMARIES
 }
@@ -143,7 +144,7 @@ class RowReader:
 
     Args:
         source: a binary file, or bytes.
-        writable: whether blocks may be written to, because the memory that is read into is nobody else's.
+        writable: whether blocks may be written to; the source is then a file, read into fresh memory.
 
     Attributes:
         identity: what made the rows.
@@ -157,7 +158,7 @@ class RowReader:
     def __init__(self, source: Any, *, writable: bool = False) -> None:
         self._writable = writable
         with _named_errors():
-            self._reader = pa.ipc.open_stream(source)
+            self._reader = pa.ipc.open_stream(_OwnMemory(source) if writable else source)
             metadata = self._reader.schema.metadata or {}
             if _KEY not in metadata:
                 raise FileFormatError("no stream of rows", expected=f"Arrow metadata {_KEY.decode()!r}")
@@ -208,6 +209,41 @@ class RowReader:
         except StopIteration:
             return None
         return batch, json.loads(metadata[_KEY])
+
+
+class _OwnMemory:
+    """A file that Arrow reads into memory which may be written to later."""
+
+    closed = False
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """At most so many bytes."""
+        return bytes(self._file.read(None if size < 0 else size))
+
+    def read_buffer(self, size: int) -> Any:
+        """So many bytes, or those that are left, as an Arrow buffer of their own."""
+        room = pa.allocate_buffer(size, resizable=True)
+        view, done = memoryview(room).cast("B"), 0
+        while done < size:
+            piece = self._file.read(min(size - done, _PIECE_BYTES))
+            if not piece:
+                break
+            view[done : done + len(piece)] = piece
+            done += len(piece)
+        view.release()
+        if done < size:
+            room.resize(done)
+        return room
+
+    def close(self) -> None:
+        """Nothing: the file is its owner's."""
 
 
 def _schema(identity: Identity, requests: Sequence[Request]) -> Any:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from logitscope.engines.transformers.cache_dir import cache_dir
+from logitscope.engines.cache_dir import cache_dir
 from logitscope.errors import (
     LogitscopeError,
     MissingDependencyError,

@@ -1,4 +1,4 @@
-"""Where converted models are kept on this machine."""
+"""Where converted models, and heads of servers, are kept on this machine."""
 
 from __future__ import annotations
 
