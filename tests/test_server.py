@@ -199,6 +199,7 @@ def test_generations_in_sglangs_form(address: str) -> None:
         ("/rows", {"requests": 3}, 400, "no list"),
         ("/rows", {"requests": [{"token_ids": [1], "unknown": 1}]}, 400, "unknown name"),
         ("/tokenize", {"text": 3}, 400, ""),
+        ("/tokenize", {"messages": 3}, 400, ""),
         ("/detokenize", {"token_ids": "x"}, 400, "no list"),
         ("/nothing", {}, 404, ""),
     ],
@@ -288,6 +289,30 @@ def test_many_clients_share_and_get_their_own() -> None:
             thread.join()
         assert not failures
         assert health(address)["served_sequences"] == 12 * 8 * 4
+
+
+def test_texts_are_read_from_many_clients_at_once() -> None:
+    from logitscope.testing import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    engine = fake(vocab_size=1001, tokenizer=tokenizer)
+    texts = [f"{word} number {i}" * (1 + i % 7) for i, word in enumerate(["alpha", "beta", "gamma"] * 20)]
+    truth = [tokenizer(text)["input_ids"] for text in texts]
+    with serving(engine) as address:
+        found: list[Any] = [None] * len(texts)
+
+        def ask(first: int) -> None:
+            for i in range(first, len(texts), 6):
+                found[i] = json.loads(post(address, "/tokenize", {"text": texts[i]})[1])["token_ids"]
+                code, data = post(address, "/logits", {"text": texts[i], "format": "json"})
+                assert code == 200, data
+
+        threads = [threading.Thread(target=ask, args=(first,)) for first in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == truth
 
 
 def test_what_the_engine_gets_wrong_is_raised_here() -> None:

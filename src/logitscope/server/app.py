@@ -13,6 +13,7 @@ import dataclasses
 import hmac
 import io
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -143,6 +144,7 @@ class _Service:
 
     def __init__(self, runner: Runner, body_bytes: int) -> None:
         self.runner, self.engine, self.body_bytes = runner, runner.engine, body_bytes
+        self._reading = threading.Lock()  # tokenizers change their state while they read a text
 
     async def health(self, request: HttpRequest) -> Response:
         """Whether it lives, and how much it has to do."""
@@ -196,7 +198,7 @@ class _Service:
             raise OptionError("unknown format", where="format", expected="arrow or json", got=repr(form))
         inputs, single = _inputs(body)
         kept = _kept({name: body.get(name) for name in _KEPT})
-        requests = await run_in_threadpool(self.engine.requests, inputs, **kept)
+        requests = await self._read(self.engine.requests, inputs, **kept)
         if form == "arrow":
             return await self._stream(requests)
         _check_json(requests)
@@ -213,7 +215,7 @@ class _Service:
         sampling, new_tokens, samples = _sampling(body.get("sampling_params") or {})
         asked = body.get("return_logits")
         kept = _kept({} if asked is None or isinstance(asked, bool) else known(asked, _KEPT, "return_logits"))
-        requests = await run_in_threadpool(
+        requests = await self._read(
             self.engine.requests, inputs, max_new_tokens=new_tokens, sampling=sampling, n=samples, **kept
         )
         if not asked:
@@ -229,14 +231,17 @@ class _Service:
         body = known(await self._body(request), fields, "POST /tokenize")
         tokenizer = self._tokenizer()
         if "messages" in body:
-            ids = tokenizer.encode_chat(body["messages"], generate=bool(body.get("generate")))
+            chat, generate = body["messages"], bool(body.get("generate"))
+            if not isinstance(chat, list) or not all(isinstance(one, Mapping) for one in chat) or not chat:
+                raise InputError("no chat", where="messages", expected="a list of messages")
+            ids = await self._read(tokenizer.encode_chat, chat, generate=generate)
             return JSONResponse({"token_ids": ids.tolist()})
         text = body.get("text")
         if not isinstance(text, str):
             raise OptionError("no text", where="text", expected="a string", got=type(text).__name__)
         special = body.get("special", True)
-        ids = tokenizer.encode(text).tolist() if special else tokenizer.text_ids(text)
-        return JSONResponse({"token_ids": ids})
+        ids = await self._read(tokenizer.encode if special else tokenizer.text_ids, text)
+        return JSONResponse({"token_ids": [int(i) for i in ids]})
 
     async def detokenize(self, request: HttpRequest) -> Response:
         """Text of ids."""
@@ -261,6 +266,15 @@ class _Service:
         return Response(await run_in_threadpool(head_file, head), media_type="application/octet-stream")
 
     # -- inside ----------------------------------------------------------------------------------------
+
+    async def _read(self, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call what reads texts, one at a time and beside the event loop."""
+
+        def locked() -> Any:
+            with self._reading:
+                return read(*arguments, **options)
+
+        return await run_in_threadpool(locked)
 
     def _tokenizer(self) -> Any:
         if self.engine.tokenizer is None:
