@@ -116,7 +116,10 @@ def _case(case: str, folder: str) -> tuple[Callable[[Sequence[int]], int], int]:
     import logitscope as ls
 
     engine: Any = ls.open(
-        folder, memory_limit_bytes=UNLIMITED_BYTES, **(CHUNKED if case == "chunked" else {})
+        folder,
+        memory_limit_bytes=UNLIMITED_BYTES,
+        prefix_cache_bytes=0,
+        **(CHUNKED if case == "chunked" else {}),
     )
     if case == "logits":
         return lambda ids: np.asarray(engine.logits(ids)).nbytes, engine.vocab_size

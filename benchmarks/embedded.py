@@ -480,10 +480,10 @@ SECTIONS: dict[str, Callable[[Bench], Section]] = {
 
 
 def open_engine(model: Any, **options: Any) -> Any:
-    """The embedded engine without its memory limit, which is not what is measured."""
+    """The embedded engine without its memory limit and earlier prompts, which are not what is measured."""
     import logitscope
 
-    return logitscope.open(model, memory_limit_bytes=UNLIMITED_BYTES, **options)
+    return logitscope.open(model, memory_limit_bytes=UNLIMITED_BYTES, prefix_cache_bytes=0, **options)
 
 
 def measure(bench: Bench, names: Sequence[str]) -> list[Table]:
