@@ -134,9 +134,9 @@ class EncodedRows(abc.ABC):
         return self.decode().astype(dtype or self.dtype, copy=False)
 
 
-def tiles(rows: Any) -> Iterator[slice]:
-    """Some rows at a time on a CPU, all of them elsewhere."""
+def tiles(rows: Any, values: int = _TILE_VALUES) -> Iterator[slice]:
+    """Rows of so many values at a time on a CPU, all of them elsewhere."""
     count = len(rows)
-    step = max(1, _TILE_VALUES // rows.shape[1]) if rows.device.type == "cpu" else max(count, 1)
+    step = max(1, values // rows.shape[1]) if rows.device.type == "cpu" else max(count, 1)
     for first in range(0, count, step):
         yield slice(first, min(first + step, count))

@@ -20,6 +20,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """NumPy's floating-point dtypes of values by name; bfloat16 is the ml_dtypes one."""
 
 _FLOAT16_ROUNDS_UP = 65520.0
+_CHECKED_VALUES = 800_000  # at a time: they stay in the cache
 _FLOAT16_MAGNITUDE, _FLOAT16_INFINITY = 0x7FFF, 0x7C00
 _UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
@@ -72,23 +73,23 @@ def rounded_into(rows: Any, out: Any) -> Any | None:
     """
     import torch
 
+    out.copy_(rows)
     if out.dtype != torch.float16 or rows.dtype == torch.float16:
-        out.copy_(rows)
         return None
-    misfits = []
-    for tile in tiles(rows):
-        part, kept = rows[tile], out[tile]
-        kept.copy_(part)
-        misfits.append(_misfit(part, kept))
-    return torch.stack(misfits).any() if misfits else None
+    if rows.device.type == "cpu" and not _has_infinities(out):
+        return None
+    return ((rows.abs() >= _FLOAT16_ROUNDS_UP) & rows.isfinite()).any()
 
 
-def _misfit(rows: Any, kept: Any) -> Any:
-    """Boolean tensor ``[]``: whether a finite value became infinite in float16."""
+def _has_infinities(halves: Any) -> bool:
+    """Whether a float16 tensor has infinities or NaN; looked for in its bits, some rows at a time."""
     import torch
 
-    if rows.device.type == "cpu" and kept.numel():
-        largest = (kept.view(torch.int16) & _FLOAT16_MAGNITUDE).amax()  # half the bytes of the rows
-        if largest < _FLOAT16_INFINITY:
-            return largest > _FLOAT16_INFINITY  # False
-    return ((rows.abs() >= _FLOAT16_ROUNDS_UP) & rows.isfinite()).any()
+    room = torch.empty(0, dtype=torch.int16)
+    for tile in tiles(halves, _CHECKED_VALUES):
+        bits = halves[tile].view(torch.int16)
+        room = room if len(room) >= len(bits) else torch.empty_like(bits)
+        magnitudes = torch.bitwise_and(bits, _FLOAT16_MAGNITUDE, out=room[: len(bits)])
+        if bits.numel() and int(magnitudes.amax()) >= _FLOAT16_INFINITY:
+            return True
+    return False
