@@ -294,6 +294,10 @@ class Engine(abc.ABC):
         """Bytes that these requests would need when their results are collected; runs nothing."""
         return self._estimate(self._check(list(requests)))
 
+    def counters(self) -> dict[str, int]:
+        """What an engine counts of its own work, by name; none by default."""
+        return {}
+
     def close(self) -> None:
         """Let go of the model. Results stay valid; later calls raise `EngineClosedError`."""
         self._closed = True

@@ -189,7 +189,7 @@ class Collector:
     def _logits(self, rows: _Rows, end: End) -> Logits:
         request = rows.request
         return Logits(
-            values=self._held(rows),
+            values=_held(rows.values(), request, rows.stage, self._identity, self._head),
             positions=rows.positions[: rows.count],
             token_ids=np.concatenate([request.token_ids, end.generated_ids]).astype(np.int32, copy=False),
             prompt_length=request.prompt_length,
@@ -202,16 +202,6 @@ class Collector:
             vocabulary=self._vocabulary,
             verification=end.verification,
         )
-
-    def _held(self, rows: _Rows) -> Any:
-        """The values, as a result holds them."""
-        stored, select = rows.values(), rows.request.select
-        if select is not None and select.cut:
-            return cut_rows(select, stored, self._identity.vocab_size)
-        if stored is None or rows.request.keep_on_device:
-            return stored
-        kind = encoding(rows.request.value_format(rows.stage, self._identity.dtype))
-        return kind.held(stored, self._identity, self._head)
 
 
 class _Rows:
@@ -412,6 +402,50 @@ class _Rows:
                 got=f"{len(array)} × {list(shape)} {array.dtype}",
             )
         return place
+
+
+def block_logits(
+    block: RowBlock,
+    request: Request,
+    token_ids: Ids,
+    *,
+    identity: Identity,
+    vocabulary: Vocabulary | None = None,
+    head: RowHead | None = None,
+) -> Logits:
+    """The rows of one block as a result of their own, for those who take a stream piece by piece.
+
+    Args:
+        block: of the request.
+        request: that is answered.
+        token_ids: prompt and generated ids so far.
+        identity: what makes the rows.
+        vocabulary: gives the result its token texts.
+        head: rebuilds rows that are kept hidden.
+    """
+    stored = block.values if block.entries is None else block.entries
+    return Logits(
+        values=_held(stored, request, block.stage, identity, head),
+        positions=block.positions,
+        token_ids=token_ids,
+        prompt_length=request.prompt_length,
+        identity=identity,
+        summary=block.summary,
+        stage=block.stage,
+        encoding=request.encode,
+        hidden_states=block.hidden_states,
+        attentions=block.attentions,
+        vocabulary=vocabulary,
+    )
+
+
+def _held(stored: Any, request: Request, stage: Stage, identity: Identity, head: RowHead | None) -> Any:
+    """Values or entries, as a result holds them."""
+    if request.select is not None and request.select.cut:
+        return cut_rows(request.select, stored, identity.vocab_size)
+    if stored is None or request.keep_on_device:
+        return stored
+    return encoding(request.value_format(stage, identity.dtype)).held(stored, identity, head)
 
 
 def row_blocks(result: Logits, index: int, buffer: Buffer | None = None) -> Iterator[RowBlock]:

@@ -37,6 +37,7 @@ class Limits:
         buffered_bytes: of rows of all clients that may be buffered; more calls are refused meanwhile.
         ahead_bytes: that a larger call may run ahead of its client.
         call_sequences: of one call.
+        call_tokens: of one call, prompts and new ones.
     """
 
     waiting_sequences: int = 4096
@@ -44,6 +45,7 @@ class Limits:
     buffered_bytes: int = 1 << 30
     ahead_bytes: int = 32 * 2**20
     call_sequences: int = 1024
+    call_tokens: int = 4 * 2**20
 
 
 class Call:
@@ -89,6 +91,11 @@ class _Running:
         """Whether somebody still waits for it."""
         return any(not call.done for call in self.calls)
 
+    def request(self, item: RowBlock | End) -> Request:
+        """Which one an item belongs to."""
+        call, index = self.places[item.index]
+        return call.requests[index]
+
     def step(self) -> RowBlock | End | None:
         """Hand on the next block or end; None when there is none."""
         item = next(self.stream, None)
@@ -132,7 +139,7 @@ class Runner:
 
     def __init__(self, engine: Engine, limits: Limits | None = None) -> None:
         self.engine, self.limits = engine, limits or Limits()
-        self.refused = self.served = 0
+        self.refused = self.served = self.prompt_tokens = self.generated_tokens = 0
         self._waiting: collections.deque[Call] = collections.deque()
         self._alone: collections.deque[Call] = collections.deque()
         self._running: list[_Running] = []
@@ -192,6 +199,13 @@ class Runner:
             return self._waiting_sequences()
 
     @property
+    def running_sequences(self) -> int:
+        """That the engine works on."""
+        with self._changed:
+            calls = [call for running in self._running for call in running.calls if not call.done]
+            return sum(len(call.requests) - call.ended for call in calls)
+
+    @property
     def buffered_bytes(self) -> int:
         """Rows that were given and not taken yet."""
         with self._changed:
@@ -213,14 +227,19 @@ class Runner:
         limits, count = self.limits, len(call.requests)
         if self._closing:
             raise EngineClosedError("the server ends", where="serve", fix="Ask again later.")
-        if count > limits.call_sequences:
-            self.refused += 1
-            raise MemoryLimitError(
-                f"more sequences in one call than the server takes ({count}, limit {limits.call_sequences})",
-                needed_bytes=call.size_bytes,
-                limit_bytes=limits.buffered_bytes,
-                fix="Ask for fewer at once.",
-            )
+        tokens = sum(request.prompt_length + request.max_new_tokens for request in call.requests)
+        for name, found, most in (
+            ("sequences", count, limits.call_sequences),
+            ("tokens", tokens, limits.call_tokens),
+        ):
+            if found > most:
+                self.refused += 1
+                raise MemoryLimitError(
+                    f"more {name} in one call than the server takes ({found:,}, limit {most:,})",
+                    needed_bytes=call.size_bytes,
+                    limit_bytes=limits.buffered_bytes,
+                    fix="Ask for fewer at once.",
+                )
         waiting, buffered = self._waiting_sequences(), self._buffered()
         if waiting and waiting + count > limits.waiting_sequences:
             self.refused += 1
@@ -297,9 +316,13 @@ class Runner:
         try:
             item = running.step()
             going = item is not None
-            self.served += isinstance(item, End)
             if item is None:
                 running.finish()
+            elif isinstance(item, End):
+                self.served += 1
+                self.prompt_tokens += running.request(item).prompt_length
+            else:
+                self.generated_tokens += len(item.token_ids)
         except Exception as error:  # noqa: BLE001 - whatever it is, the server goes on
             again = running.fail(_named(error))
         if not going:

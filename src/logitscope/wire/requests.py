@@ -6,13 +6,14 @@ positions is ``{"start": …, "stop": …, "step": …}``. What is not known is 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from logitscope.errors import OptionError, SelectError
+from logitscope.errors import LogitscopeError, OptionError, SelectError
 from logitscope.rows import SUMMARIES, Request, Sampling, Select
 
 _SLICE = ("start", "stop", "step")
@@ -44,9 +45,10 @@ def request_from_json(given: Mapping[str, Any]) -> Request:
         fields["sampling"] = sampling_from_json(fields["sampling"])
     if "select" in fields:
         fields["select"] = None if fields["select"] is None else select_from_json(fields["select"])
-    fields |= {name: tuple(fields[name]) for name in _TUPLES if name in fields}
-    fields["token_ids"] = np.asarray(fields["token_ids"], dtype=np.int32)
-    return Request(**fields)
+    with _typed("request", OptionError):
+        fields |= {name: tuple(fields[name]) for name in _TUPLES if name in fields}
+        fields["token_ids"] = np.asarray(fields.get("token_ids", ()), dtype=np.int32)
+        return Request(**fields)
 
 
 def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
@@ -63,8 +65,9 @@ def sampling_from_json(given: Any) -> Sampling:
         OptionError: an unknown name, or a value outside its range.
     """
     fields = dict(known(given, tuple(field.name for field in dataclasses.fields(Sampling)), "sampling"))
-    fields["logit_bias"] = {int(i): float(b) for i, b in fields.get("logit_bias", ())}
-    return Sampling(**fields)
+    with _typed("sampling", OptionError):
+        fields["logit_bias"] = {int(i): float(b) for i, b in fields.get("logit_bias", ())}
+        return Sampling(**fields)
 
 
 def select_to_json(select: Select) -> dict[str, Any]:
@@ -95,13 +98,14 @@ def select_from_json(given: Any) -> Select:
         {'positions': 'last', 'vocab': 'all', 'top_k': 8}
     """
     if not isinstance(given, Mapping):
-        return Select(given)
+        given = {"positions": given}
     fields = dict(known(given, ("positions", "vocab", *_CUTS), "select"))
     positions = fields.get("positions")
     if isinstance(positions, Mapping):
         bounds = known(positions, _SLICE, "select.positions")
         fields["positions"] = slice(*(bounds.get(name) for name in _SLICE))
-    return Select(**fields)
+    with _typed("select", SelectError):
+        return Select(**fields)
 
 
 def summary_from_json(given: Any) -> tuple[str, ...]:
@@ -137,3 +141,14 @@ def known(given: Any, names: Iterable[str], where: str) -> Mapping[str, Any]:
     if unknown:
         raise error("unknown name", where=where, expected=expected, got=repr(unknown[0]))
     return given
+
+
+@contextlib.contextmanager
+def _typed(where: str, error: type[LogitscopeError]) -> Iterator[None]:
+    """A value whose type does not fit is an error of ours."""
+    try:
+        yield
+    except LogitscopeError:
+        raise
+    except (TypeError, ValueError, AttributeError, OverflowError) as found:
+        raise error("a value of another type", where=where, got=str(found)[:200]) from found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,22 @@ from logitscope.logits.cut import CutRows
 from logitscope.rows import SUMMARY_DTYPES, End, Identity, Request, RowBlock, Select, Vocabulary
 from logitscope.wire.stream import RowReader
 
+ArrayForm: TypeAlias = Literal["base64", "float"]
+"""How arrays are written in JSON."""
 
-def logits_to_json(result: Logits) -> dict[str, Any]:
-    """A result as an object that ``json`` takes: arrays are base64 of their little-endian bytes.
+_NON_FINITE: dict[str, Any] = {"NaN": np.isnan, "Infinity": np.isposinf, "-Infinity": np.isneginf}
+
+
+def logits_to_json(result: Logits, *, form: ArrayForm = "base64") -> dict[str, Any]:
+    """A result as an object that ``json`` takes: arrays are base64 of their little-endian bytes, or numbers.
 
     Each array ``NAME`` comes as ``NAME_b64`` with ``NAME_b64_dtype``; ``shape`` is that of the values. NaN
-    and infinities come through bit for bit. Of rows of which only some columns were kept, ``kept.ids`` are
-    the token ids, and ``kept.lengths`` how many of them each row has, where they have columns of their own.
+    and infinities come through bit for bit. As numbers it comes as an array ``NAME``, which ``orjson`` writes
+    as nested lists, with ``NAME_dtype``; each number reads as the same value again. What is not finite is
+    null there, and ``NAME_nonfinite`` has its places in the flattened array under ``NaN``, ``Infinity`` and
+    ``-Infinity``. Codes of an encoding are given as the values that they stand for. Of rows of which only
+    some columns were kept, ``kept.ids`` are the token ids, and ``kept.lengths`` how many of them each row
+    has, where they have columns of their own.
 
     Raises:
         UnsupportedError: hidden rows, which are nothing without their head.
@@ -35,7 +44,8 @@ def logits_to_json(result: Logits) -> dict[str, Any]:
     if isinstance(values, CutRows):
         arrays = {"values" if n == "values" else f"kept.{n}": a for n, a in values.arrays().items()}
     elif values is not None:
-        arrays = {"values": np.asarray(values.stored if isinstance(values, EncodedRows) else values)}
+        stored = form == "base64" and isinstance(values, EncodedRows)
+        arrays = {"values": np.asarray(values.stored if stored else values)}
     shape = list(arrays["values"].shape) if arrays else [len(result), 0]
     arrays |= {f"summary.{name}": array for name, array in result.summary.items()}
     return {
@@ -44,11 +54,43 @@ def logits_to_json(result: Logits) -> dict[str, Any]:
         "positions": result.positions.tolist(),
         "token_ids": result.token_ids.tolist(),
         "prompt_length": result.prompt_length,
-        "encoding": result.encoding,
+        "encoding": None if form == "float" and isinstance(values, EncodedRows) else result.encoding,
         "identity": dataclasses.asdict(result.identity),
-        **{f"{name}_b64": _base64(array) for name, array in arrays.items()},
-        **{f"{name}_b64_dtype": str(array.dtype) for name, array in arrays.items()},
+        **_arrays_to_json(arrays, form),
     }
+
+
+def _arrays_to_json(arrays: Mapping[str, NDArray[Any]], form: ArrayForm) -> dict[str, Any]:
+    if form == "base64":
+        found: dict[str, Any] = {f"{name}_b64": _base64(array) for name, array in arrays.items()}
+        return found | {f"{name}_b64_dtype": str(array.dtype) for name, array in arrays.items()}
+    found = {}
+    for name, array in arrays.items():
+        plain = array if array.dtype in (np.float32, np.int32) else array.astype(np.float32)
+        found |= {name: np.ascontiguousarray(plain), f"{name}_dtype": str(array.dtype)}
+        if plain.dtype.kind == "f" and not np.isfinite(plain).all():
+            flat = plain.reshape(-1)
+            places = {word: np.flatnonzero(is_it(flat)) for word, is_it in _NON_FINITE.items()}
+            found[f"{name}_nonfinite"] = {word: where for word, where in places.items() if where.size}
+    return found
+
+
+def _arrays_from_json(given: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Arrays by name, flat, of either form."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for key, dtype in given.items():
+        if not key.endswith("_dtype"):
+            continue
+        name, kind = key.removesuffix("_dtype"), dtype_of(dtype)
+        if name.endswith("_b64"):
+            data = base64.b64decode(given[name], validate=True)
+            arrays[name.removesuffix("_b64")] = np.frombuffer(data, kind).copy()
+            continue
+        flat = np.asarray(given[name], np.float32 if kind.kind not in "iu" else kind).reshape(-1)
+        for word, places in given.get(f"{name}_nonfinite", {}).items():
+            flat[np.asarray(places, np.int64)] = float(word)
+        arrays[name] = flat.astype(kind)
+    return arrays
 
 
 def _base64(array: NDArray[Any]) -> str:
@@ -62,13 +104,7 @@ def logits_from_json(given: Mapping[str, Any], *, vocabulary: Vocabulary | None 
         FileFormatError: it is not such an object.
     """
     try:
-        arrays = {
-            name.removesuffix("_b64"): np.frombuffer(
-                base64.b64decode(text, validate=True), dtype_of(given[f"{name}_dtype"])
-            ).copy()
-            for name, text in given.items()
-            if name.endswith("_b64")
-        }
+        arrays = _arrays_from_json(given)
         stored: NDArray[Any] | None = arrays.pop("values", None)
         identity = Identity(**given["identity"])
         values: Any = None

@@ -167,6 +167,11 @@ class TransformersEngine(Engine):
         """How the head compared with the model's own forward at load."""
         return self._model.head_check
 
+    def counters(self) -> dict[str, int]:
+        """Prompts of which a beginning was kept from before, and the tokens that were not read again."""
+        kept = self.prefixes
+        return {} if kept is None else {"cache_hits": kept.hits, "cached_prompt_tokens": kept.hit_tokens}
+
     def close(self) -> None:
         """Let go of the model; results stay valid."""
         super().close()

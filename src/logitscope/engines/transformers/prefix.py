@@ -70,10 +70,15 @@ class PrefixCache:
 
     Args:
         limit_bytes: of everything that is held.
+
+    Attributes:
+        hits: prompts of which a beginning was held.
+        hit_tokens: tokens of those beginnings.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
+        self.hits = self.hit_tokens = 0
         self._held: collections.OrderedDict[bytes, _Held] = collections.OrderedDict()
         self._state: tuple[int, ...] = ()
 
@@ -105,6 +110,7 @@ class PrefixCache:
         if tokens < SHORTEST:
             return None
         self._held.move_to_end(key)
+        self.hits, self.hit_tokens = self.hits + 1, self.hit_tokens + tokens
         held = self._held[key]
         return Prefix(held.layers, held.hidden).first(tokens)
 

@@ -1,0 +1,106 @@
+"""What the server answers with: errors, JSON, and rows in pieces."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from logitscope.errors import (
+    BusyError,
+    EngineClosedError,
+    InputError,
+    LogitscopeError,
+    MemoryLimitError,
+    UnsupportedError,
+)
+from logitscope.wire.errors import error_to_json
+
+PIECE_BYTES = 1 << 20
+RETRY_HEADERS = {"Retry-After": "1"}
+
+_STATUS: tuple[tuple[type[LogitscopeError], int], ...] = (
+    (MemoryLimitError, 413),
+    (BusyError, 429),
+    (EngineClosedError, 503),
+    (InputError, 400),
+    (UnsupportedError, 400),
+)
+
+
+def status_of(error: LogitscopeError) -> int:
+    """The HTTP status of an error: 500 for what is nobody's request's fault."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+
+
+def refusal(error: LogitscopeError) -> Response:
+    """An error as an answer."""
+    status = status_of(error)
+    return JSONResponse(
+        {"error": error_to_json(error)}, status, RETRY_HEADERS if status in (429, 503) else {}
+    )
+
+
+async def http_error(request: HttpRequest, error: Any) -> Response:
+    """An error of the HTTP layer itself, such as an unknown path, in the form of all others."""
+    found = {"type": "InputError", "what": error.detail, "where": request.url.path}
+    return JSONResponse({"error": found}, error.status_code, error.headers)
+
+
+def json_bytes(content: Any) -> bytes:
+    """JSON of what may hold NumPy arrays; numbers that are not finite become null."""
+    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def json_answer(content: Any) -> Response:
+    """The same as an answer."""
+    return Response(json_bytes(content), media_type="application/json")
+
+
+class ClosingResponse(StreamingResponse):
+    """A stream that is closed when the client goes away."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send everything, and close what it came from."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            closing: Any = self.body_iterator
+            await closing.aclose()
+
+
+class Pieces(io.RawIOBase):
+    """What is written into it, to be taken in pieces of at most `PIECE_BYTES`."""
+
+    def __init__(self) -> None:
+        self._held: list[memoryview] = []
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Keep a view of what is large, and a copy of what is small."""
+        view = memoryview(data).cast("B")
+        self._held.append(view if len(view) >= PIECE_BYTES else memoryview(bytes(view)))
+        return len(view)
+
+    def taken(self) -> list[memoryview]:
+        """Everything since the last time; small parts together."""
+        pieces: list[memoryview] = []
+        small = bytearray()
+        for view in self._held:
+            if len(view) < PIECE_BYTES // 4:
+                small += view
+                continue
+            if small:
+                pieces.append(memoryview(bytes(small)))
+                small = bytearray()
+            pieces += [view[a : a + PIECE_BYTES] for a in range(0, len(view), PIECE_BYTES)]
+        if small:
+            pieces.append(memoryview(bytes(small)))
+        self._held.clear()
+        return pieces
