@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -21,10 +22,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 import logitscope
-from logitscope.errors import InputError, LogitscopeError
+from logitscope.errors import InputError, LogitscopeError, RowsError
 from logitscope.server.answers import http_error, refusal
-from logitscope.server.bodies import openapi_body
-from logitscope.server.metrics import Counting, Metrics
+from logitscope.server.bodies import JSON_TYPE, Route, openapi_body
+from logitscope.server.metrics import TEXT_TYPE, Counting, Metrics
 from logitscope.server.native import Native
 from logitscope.server.runner import Runner
 from logitscope.server.service import Service
@@ -61,20 +62,14 @@ def make_app(
         lifespan=lifespan,
         exception_handlers={HTTPException: http_error},
     )
-    app.add_api_route("/health", native.health, response_model=None)
-    app.add_api_route("/metrics", metrics.page, response_model=None)
-    models = []
-    for method, path, handler, body in native.routes:
-        app.add_api_route(
-            path,
-            _guarded(handler, api_key),
-            methods=[method],
-            response_model=None,
-            responses=_ANSWERS,
-            openapi_extra=None if body is None else openapi_body(body),
-        )
-        models += [] if body is None else [body]
-    _describe(app, models)
+    for route in (
+        Route("GET", "/health", native.health),
+        Route("GET", "/metrics", metrics.page, gives=(TEXT_TYPE,)),
+    ):
+        _add(app, route, route.handler)
+    for route in native.routes:
+        _add(app, route, _guarded(route.handler, api_key))
+    _describe(app, [route.body for route in native.routes if route.body is not None])
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
@@ -85,14 +80,31 @@ def make_app(
 
 Handler = Callable[[HttpRequest], Any]
 
+_log = logging.getLogger(__name__)
+
 _ANSWERS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "It cannot be asked like this."},
-    401: {"description": "The key is missing or wrong."},
-    404: {"description": "There is no such thing."},
-    413: {"description": "It is too large."},
-    429: {"description": "The server is busy."},
-    503: {"description": "The server ends."},
+    status: {"description": description, "content": {JSON_TYPE: {}}}
+    for status, description in (
+        (400, "It cannot be asked like this."),
+        (401, "The key is missing or wrong."),
+        (404, "There is no such thing."),
+        (413, "It is too large."),
+        (429, "The server is busy."),
+        (503, "The server ends."),
+    )
 }
+
+
+def _add(app: FastAPI, route: Route, handler: Handler) -> None:
+    given: dict[str, Any] = {"content": {media_type: {} for media_type in route.gives}}
+    app.add_api_route(
+        route.path,
+        handler,
+        methods=[route.method],
+        response_class=Response,
+        responses={200: given, **_ANSWERS},
+        openapi_extra=None if route.body is None else openapi_body(route.body),
+    )
 
 
 def _guarded(handler: Handler, api_key: str | None) -> Handler:
@@ -107,6 +119,12 @@ def _guarded(handler: Handler, api_key: str | None) -> Handler:
             answer: Response = await handler(request)
         except LogitscopeError as error:
             return refusal(error)
+        except HTTPException:
+            raise
+        except Exception as error:  # noqa: BLE001 - the others go on; a message may hold a prompt
+            name = type(error).__name__
+            _log.error("%s: %s", request.url.path, name, exc_info=_log.isEnabledFor(logging.DEBUG))
+            return refusal(RowsError(f"an error of the server ({name})", where=request.url.path))
         return answer
 
     handle.__doc__, handle.__name__ = handler.__doc__, handler.__name__

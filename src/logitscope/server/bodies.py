@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from starlette.requests import Request as HttpRequest
 
 from logitscope.rows import SUMMARIES, Select
+
+JSON_TYPE = "application/json"
+EVENTS_TYPE = "text/event-stream"
 
 _SELECT = (
     "Which rows and columns to keep: a name of positions, a list of positions, or an object with "
@@ -59,7 +64,7 @@ class SamplingBody(Body):
     """How tokens are chosen, in SGLang's words."""
 
     max_new_tokens: int = Field(default=128, ge=1)
-    n: int = Field(default=1, ge=1)
+    n: int = Field(default=1, ge=1, le=1024)
     temperature: float = 0.0
     top_k: int = Field(default=0, description="0 and -1 keep all.")
     top_p: float = 1.0
@@ -115,6 +120,17 @@ class DetokenizeBody(Body):
 
     token_ids: list[int]
     special: bool = Field(default=False, description="Show special tokens.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """One route: where it is, what answers, the form of its body, and the media types of its answer."""
+
+    method: str
+    path: str
+    handler: Callable[[HttpRequest], Any]
+    body: type[Body] | None = None
+    gives: tuple[str, ...] = (JSON_TYPE,)
 
 
 def openapi_body(kind: type[BaseModel]) -> dict[str, Any]:

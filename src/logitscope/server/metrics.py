@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from logitscope.server.runner import Runner
 
+TEXT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -46,7 +47,7 @@ class Metrics:
 
     async def page(self, request: HttpRequest) -> Response:
         """Everything, in Prometheus's text form."""
-        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self.registry), media_type=TEXT_TYPE)
 
 
 class _Totals:

@@ -20,12 +20,14 @@ from logitscope.logits.collect import block_logits
 from logitscope.rows import HIDDEN_FORMS, End, Request, RowBlock, Sampling
 from logitscope.server.answers import ClosingResponse, json_answer, json_bytes
 from logitscope.server.bodies import (
-    Body,
+    EVENTS_TYPE,
+    JSON_TYPE,
     DetokenizeBody,
     GenerateBody,
     Kept,
     LogitsBody,
     Prompts,
+    Route,
     RowsBody,
     SamplingBody,
     TokenizeBody,
@@ -36,7 +38,7 @@ from logitscope.wire import MEDIA_TYPE, request_from_json, select_from_json, sum
 from logitscope.wire.errors import error_to_json
 from logitscope.wire.results import ArrayForm, logits_to_json
 
-JSON_TYPE = "application/json"
+HEAD_TYPE = "application/octet-stream"
 
 
 class Native:
@@ -46,17 +48,17 @@ class Native:
         self.service, self.engine = service, service.engine
 
     @property
-    def routes(self) -> list[tuple[str, str, Any, type[Body] | None]]:
-        """Method, path, handler, and form of the body of each."""
+    def routes(self) -> list[Route]:
+        """All of them that ask for the key."""
         return [
-            ("GET", "/info", self.info, None),
-            ("POST", "/rows", self.rows, RowsBody),
-            ("POST", "/logits", self.logits, LogitsBody),
-            ("POST", "/generate", self.generate, GenerateBody),
-            ("POST", "/tokenize", self.tokenize, TokenizeBody),
-            ("POST", "/detokenize", self.detokenize, DetokenizeBody),
-            ("GET", "/vocabulary", self.vocabulary, None),
-            ("GET", "/heads/{name}", self.head, None),
+            Route("GET", "/info", self.info),
+            Route("POST", "/rows", self.rows, RowsBody, (MEDIA_TYPE,)),
+            Route("POST", "/logits", self.logits, LogitsBody, (MEDIA_TYPE, JSON_TYPE)),
+            Route("POST", "/generate", self.generate, GenerateBody, (JSON_TYPE, EVENTS_TYPE, MEDIA_TYPE)),
+            Route("POST", "/tokenize", self.tokenize, TokenizeBody),
+            Route("POST", "/detokenize", self.detokenize, DetokenizeBody),
+            Route("GET", "/vocabulary", self.vocabulary),
+            Route("GET", "/heads/{name}", self.head, gives=(HEAD_TYPE,)),
         ]
 
     async def health(self, request: HttpRequest) -> Response:
@@ -138,7 +140,7 @@ class Native:
         check_json(requests)
         form = body.encoding_format or "base64"
         if body.stream:
-            return ClosingResponse(self._events(requests, form), media_type="text/event-stream")
+            return ClosingResponse(self._events(requests, form), media_type=EVENTS_TYPE)
         found = await self.service.collected(request, requests)
 
         def answer() -> Response:
@@ -186,7 +188,7 @@ class Native:
         name = request.path_params["name"]
         if head is None or not self.engine.capabilities.hidden or head.hash != name:
             raise HTTPException(404, "no such head")
-        return Response(await run_in_threadpool(head_file, head), media_type="application/octet-stream")
+        return Response(await run_in_threadpool(head_file, head), media_type=HEAD_TYPE)
 
     async def _events(self, requests: Sequence[Request], form: ArrayForm) -> AsyncIterator[bytes]:
         """Each block as an event with the text so far; then ``[DONE]``."""

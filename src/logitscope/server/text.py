@@ -23,7 +23,7 @@ class TextSoFar:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.sent = ""
-        self._tokenizer, self._held_back = tokenizer, max((len(s) - 1 for s in stop), default=0)
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._ids: list[int] = []
         self._text = ""
         self._first = self._read = 0
@@ -36,7 +36,9 @@ class TextSoFar:
         if len(now) > len(before) and not now.endswith(_HALF):
             self._text += now[len(before) :]
             self._first, self._read = self._read, len(self._ids)
-        return self._give(self._text[: max(len(self._text) - self._held_back, 0)])
+        held = max((len(stop) - 1 for stop in self._stop), default=0)
+        found = [self._text.find(stop) for stop in self._stop if stop in self._text]
+        return self._give(self._text[: max(min([len(self._text) - held, *found]), 0)])
 
     def finish(self, text: str) -> str:
         """The rest, up to the whole text that the sequence came to."""
