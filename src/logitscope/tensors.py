@@ -18,6 +18,7 @@ hand-over to them, do not write to the values. Libraries are imported by the fun
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import math
@@ -35,10 +36,11 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ALIGNMENT_BYTES = 64
 """What JAX and TensorFlow want of an address to share it."""
 
-# From this size on NumPy asks Linux for huge pages. Where they are not at hand (fragmented memory, a virtual
-# machine that gave them back to its host), writing 200 MB for the first time takes 400 ms and not 230 as with
-# ordinary ones; where they are, it takes 195.
+# From this size on arrays lie on huge pages: writing 200 MB into a new one takes 25 ms and not 105 as with
+# ordinary ones. The very first time, before a virtual machine has the memory of its host, it takes 650 ms and
+# not 490.
 _MAPPED_BYTES = 4 * 2**20
+_HUGE_PAGE_BYTES = 2 * 2**20
 _DLPACK_BFLOAT16 = 4
 _VERSIONED = b"dltensor_versioned"
 _UNVERSIONED = b"dltensor"
@@ -57,8 +59,11 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
     size = math.prod(shape) * kind.itemsize
     try:
         if sys.platform == "linux" and size >= _MAPPED_BYTES:
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            return np.frombuffer(pages, kind).reshape(shape)
+            pages = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a kernel without them
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            start = -np.frombuffer(pages, np.uint8, 1).ctypes.data % _HUGE_PAGE_BYTES
+            return np.frombuffer(pages, kind, size // kind.itemsize, start).reshape(shape)
         raw = np.empty(size + ALIGNMENT_BYTES, np.uint8)
     except (OSError, OverflowError, ValueError, MemoryError) as error:
         raise OutOfMemoryError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import http.client
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -250,8 +251,9 @@ class RemoteTokenizer:
 def _read(answer: Any) -> Iterator[RowBlock | End]:
     """The items of an answer; a connection that breaks is an error."""
     try:
-        yield from RowReader(answer, writable=True)
-    except urllib3.exceptions.HTTPError as error:
+        # urllib3's own readinto() reads into fresh memory first, which costs as much as the network.
+        yield from RowReader(answer._fp, writable=True)
+    except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError) as error:
         raise _lost("the server", error) from error
 
 

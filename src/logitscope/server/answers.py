@@ -19,7 +19,7 @@ from logitscope.errors import (
 )
 from logitscope.wire.errors import error_to_json
 
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 19
 RETRY_HEADERS = {"Retry-After": "1"}
 
 _STATUS: tuple[tuple[type[LogitscopeError], int], ...] = (

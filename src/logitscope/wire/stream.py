@@ -144,7 +144,8 @@ class RowReader:
 
     Args:
         source: a binary file, or bytes.
-        writable: whether blocks may be written to; the source is then a file, read into fresh memory.
+        writable: whether blocks may be written to; the source is then a file with ``readinto``, read into
+            fresh memory.
 
     Attributes:
         identity: what made the rows.
@@ -232,11 +233,10 @@ class _OwnMemory:
         room = pa.allocate_buffer(size, resizable=True)
         view, done = memoryview(room).cast("B"), 0
         while done < size:
-            piece = self._file.read(min(size - done, _PIECE_BYTES))
-            if not piece:
+            count = self._file.readinto(view[done : done + _PIECE_BYTES])
+            if not count:
                 break
-            view[done : done + len(piece)] = piece
-            done += len(piece)
+            done += count
         view.release()
         if done < size:
             room.resize(done)
