@@ -721,6 +721,19 @@ Stream: TypeAlias = Iterator["RowBlock | End"]
 """Blocks interleaved over requests, in order within one; one ``End`` a request; closing it aborts."""
 
 
+class Joining(Protocol):
+    """What an engine that can is asked to do between the steps of a generation."""
+
+    def arrivals(self, room: int) -> Sequence[Request]:
+        """At most ``room`` checked requests that join the generation; their indices go on in the stream.
+
+        They generate, and ask for no attention weights.
+        """
+
+    def wanted(self, index: int) -> bool:
+        """Whether somebody still waits for a request; one that is not wanted ends without an ``End``."""
+
+
 class Chunk(Protocol):
     """Rows of one request on the engine's device, as the extractor sees them; tensors are PyTorch's."""
 

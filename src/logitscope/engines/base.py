@@ -37,6 +37,7 @@ from logitscope.rows import (
     Buffer,
     End,
     Identity,
+    Joining,
     Request,
     Sampling,
     Select,
@@ -88,6 +89,7 @@ class Engine(abc.ABC):
 
     Attributes:
         name: the engine's name in the registry.
+        joins: whether requests can join a stream while it generates.
         identity: what made the rows.
         tokenizer: None when the model came without one (then only ids go in).
         capabilities: what it can give besides raw rows.
@@ -97,6 +99,7 @@ class Engine(abc.ABC):
     """
 
     name: str
+    joins: bool = False
     identity: Identity
     tokenizer: Tokenizer | None
     capabilities: Capabilities
@@ -118,6 +121,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def _run(self, requests: Sequence[Request], buffer: Buffer | None) -> Stream:
         """Yield the blocks and ends of checked requests; closing the generator aborts."""
+
+    def _run_joined(self, requests: list[Request], buffer: Buffer | None, joining: Joining) -> Stream:
+        """The same, asking ``joining`` between steps, whose requests are added to the list."""
+        return self._run(requests, buffer)
 
     @abc.abstractmethod
     def _working_bytes(self, requests: Sequence[Request]) -> int:
@@ -276,7 +283,9 @@ class Engine(abc.ABC):
         )
         return self._check(self._requests(inputs, n, like, select or Select())[0])
 
-    def stream(self, requests: Iterable[Request], *, buffer: Buffer | None = None) -> Stream:
+    def stream(
+        self, requests: Iterable[Request], *, buffer: Buffer | None = None, joining: Joining | None = None
+    ) -> Stream:
         """Row blocks of many requests, as they are computed: bounded memory, whatever the length.
 
         Blocks are interleaved over requests and in order within one; each request closes with one `End`.
@@ -285,10 +294,12 @@ class Engine(abc.ABC):
         Args:
             requests: from `requests`, or made by hand.
             buffer: where values are to be written; fresh arrays without it.
+            joining: tells what joins a generation between its steps, and what is no longer wanted, where the
+                engine can do that (`joins`); else it is not asked.
         """
         listed = self._check(list(requests))
         self._check_memory(0, self._working_bytes(listed), listed)
-        return self._run(listed, buffer)
+        return self._run(listed, buffer) if joining is None else self._run_joined(listed, buffer, joining)
 
     def estimate(self, requests: Sequence[Request]) -> Estimate:
         """Bytes that these requests would need when their results are collected; runs nothing."""

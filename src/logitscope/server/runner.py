@@ -1,8 +1,9 @@
 """The thread that runs the engine for many clients: short requests share forwards, long ones take turns.
 
-What is small runs together in one stream, and is buffered for its client. What is large has a stream of its
-own, which waits while its client does not read. Streams take turns block by block and step by step, so that a
-long generation does not keep a short text waiting.
+What is small runs together in one stream, and is buffered for its client; a generation that arrives later
+joins the one that runs, between two steps. What is large has a stream of its own, which waits while its
+client does not read. Streams take turns block by block and step by step, and short texts come first, so that
+a long generation does not keep them waiting.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -23,6 +25,9 @@ from logitscope.errors import (
     MemoryLimitError,
 )
 from logitscope.rows import End, Request, RowBlock, Stream
+
+_SLICE_S = 0.05
+_JOINING_TOKENS = 512
 
 Item: TypeAlias = "RowBlock | End | LogitscopeError"
 
@@ -80,16 +85,40 @@ class _Running:
     def __init__(self, engine: Engine, calls: Sequence[Call], *, shared: bool) -> None:
         self.calls, self.shared = list(calls), shared
         self.places = [(call, i) for call in calls for i in range(len(call.requests))]
-        self.stream: Stream = engine.stream([call.requests[i] for call, i in self.places])
+        self.joining: collections.deque[Call] = collections.deque()
+        self.open = shared and engine.joins and bool(calls[0].requests[0].max_new_tokens)
+        self.stream: Stream = engine.stream(
+            [call.requests[i] for call, i in self.places], joining=self if self.open else None
+        )
+
+    def arrivals(self, room: int) -> list[Request]:
+        """Requests of calls that wait to join, as many as there is room for."""
+        arrived: list[Request] = []
+        while self.joining and len(arrived) + len(self.joining[0].requests) <= room:
+            call = self.joining.popleft()
+            if not call.gone:
+                self.calls.append(call)
+                self.places += [(call, i) for i in range(len(call.requests))]
+                arrived += call.requests
+        return arrived
+
+    def wanted(self, index: int) -> bool:
+        """Whether the client of a sequence is still there."""
+        return not self.places[index][0].gone
 
     def blocked(self, ahead_bytes: int) -> bool:
         """Whether its client must read first."""
         return not self.shared and self.calls[0].waiting_bytes > ahead_bytes
 
     @property
-    def wanted(self) -> bool:
+    def short(self) -> bool:
+        """Whether it only scores, for clients who share it: done in a few steps."""
+        return self.shared and not self.calls[0].requests[0].max_new_tokens
+
+    @property
+    def needed(self) -> bool:
         """Whether somebody still waits for it."""
-        return any(not call.done for call in self.calls)
+        return any(not call.done for call in (*self.calls, *self.joining))
 
     def request(self, item: RowBlock | End) -> Request:
         """Which one an item belongs to."""
@@ -108,16 +137,17 @@ class _Running:
             call.give(dataclasses.replace(item, index=index))
         return item
 
-    def finish(self) -> None:
-        """The stream has ended: who is not done gets nothing more."""
+    def finish(self) -> list[Call]:
+        """The stream has ended: who is not done gets nothing more; who waited to join may be run now."""
         for call in self.calls:
             if not call.done:
                 call.ended = len(call.requests)
                 call.give(IncompleteError("the engine's stream ended before the request did", where="serve"))
+        return [call for call in self.joining if not call.gone]
 
     def fail(self, error: LogitscopeError) -> list[Call]:
         """Give the error to those who have rows already, or are alone; the others may be run again."""
-        again = []
+        again = [call for call in self.joining if not call.gone]
         for call in self.calls:
             if call.done:
                 continue
@@ -212,13 +242,16 @@ class Runner:
             return self._buffered()
 
     def _waiting_sequences(self) -> int:
-        return sum(len(call.requests) for call in (*self._waiting, *self._alone) if not call.gone)
+        return sum(len(call.requests) for call in self._queued() if not call.gone)
+
+    def _queued(self) -> list[Call]:
+        """Calls that have not begun."""
+        joining = [call for running in self._running for call in tuple(running.joining)]
+        return [*self._waiting, *self._alone, *joining]
 
     def _buffered(self) -> int:
         calls = [call for running in self._running for call in running.calls]
-        reserved = [
-            call for call in (*self._waiting, *self._alone) if call.size_bytes <= self.limits.shared_bytes
-        ]
+        reserved = [call for call in self._queued() if call.size_bytes <= self.limits.shared_bytes]
         return sum(call.waiting_bytes for call in calls if not call.gone) + sum(
             c.size_bytes for c in reserved
         )
@@ -266,8 +299,7 @@ class Runner:
     def _run(self) -> None:
         while self._turn():
             for running in list(self._running):
-                if not running.blocked(self.limits.ahead_bytes):
-                    self._step(running)
+                self._advance(running)
 
     def _turn(self) -> bool:
         """Wait for something to do and begin new streams; False when the runner ends."""
@@ -288,13 +320,24 @@ class Runner:
             self._waiting.clear()
             self._alone.clear()
         scoring = [call for call in shared if not call.requests[0].max_new_tokens]
-        generating = [call for call in shared if call.requests[0].max_new_tokens]
+        generating = [call for call in shared if call.requests[0].max_new_tokens and not self._joins(call)]
         for calls in (scoring, generating):
             if calls:
                 self._begin(calls, shared=True)
         for call in alone:
             self._begin([call], shared=self._shares(call))
         return True
+
+    def _joins(self, call: Call) -> bool:
+        """Whether a call goes on in a generation that runs already; then it waits there."""
+        tokens = sum(request.prompt_length for request in call.requests)
+        if tokens > _JOINING_TOKENS or any(request.attentions for request in call.requests):
+            return False
+        for running in self._running:
+            if running.open:
+                running.joining.append(call)
+                return True
+        return False
 
     def _shares(self, call: Call) -> bool:
         return call.size_bytes <= self.limits.shared_bytes
@@ -310,14 +353,22 @@ class Runner:
         with self._changed:
             self._running.append(running)
 
-    def _step(self, running: _Running) -> None:
+    def _advance(self, running: _Running) -> None:
+        """One step of a stream; of a short one as many as a slice of time has room for."""
+        late = time.monotonic() + (_SLICE_S if running.short else 0)
+        while not running.blocked(self.limits.ahead_bytes):
+            if not self._step(running) or time.monotonic() >= late:
+                return
+
+    def _step(self, running: _Running) -> bool:
+        """The next item of a stream; whether there may be another."""
         again: list[Call] = []
         going = False
         try:
             item = running.step()
             going = item is not None
             if item is None:
-                running.finish()
+                again = running.finish()
             elif isinstance(item, End):
                 self.served += 1
                 self.prompt_tokens += running.request(item).prompt_length
@@ -329,9 +380,10 @@ class Runner:
             with self._changed:
                 self._running.remove(running)
                 self._alone.extend(again)
+        return going
 
     def _drop_unwanted(self) -> None:
-        for running in [r for r in self._running if not r.wanted]:
+        for running in [r for r in self._running if not r.needed]:
             self._running.remove(running)
             running.stream.close()  # type: ignore[attr-defined]
 

@@ -116,11 +116,11 @@ def all_slabs(cache: Cache) -> bool:
     return all(isinstance(layer, SlabLayer) for layer in cache.layers)
 
 
-def join(caches: list[tuple[Cache, int, int]], width: int, capacity: int, config: Any) -> Cache:
+def join(caches: list[tuple[Cache, int, int, int]], width: int, capacity: int, config: Any) -> Cache:
     """One cache of several sequences, right-aligned at column ``width``.
 
     Args:
-        caches: for each sequence its cache, its row there, and its length.
+        caches: for each sequence its cache, its row there, its first column, and its length.
         width: tokens of the longest.
         capacity: tokens that the new cache has room for.
         config: of the model.
@@ -128,16 +128,15 @@ def join(caches: list[tuple[Cache, int, int]], width: int, capacity: int, config
     joined = new_cache(config, capacity)
     for number, layer in enumerate(joined.layers):
         assert isinstance(layer, SlabLayer)
-        for row, (cache, source_row, length) in enumerate(caches):
+        for row, (cache, source_row, first, length) in enumerate(caches):
             source = cache.layers[number]
             assert isinstance(source, SlabLayer)
             assert source.slabs is not None
             if layer.slabs is None:
-                first = (slab[:1].expand(len(caches), -1, -1, -1) for slab in source.slabs)
-                layer.lazy_initialization(*first)
+                layer.lazy_initialization(*(s[:1].expand(len(caches), -1, -1, -1) for s in source.slabs))
             assert layer.slabs is not None
             for slab, was in zip(layer.slabs, source.slabs, strict=True):
-                slab[row, :, width - length : width] = was[source_row, :, :length]
+                slab[row, :, width - length : width] = was[source_row, :, first : first + length]
                 slab[row, :, : width - length] = 0  # masked, but NaN left in fresh memory would still spread
         layer.length = width
         layer._show()

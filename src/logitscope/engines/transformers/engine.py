@@ -24,7 +24,7 @@ from logitscope.engines.transformers.scoring import score
 from logitscope.engines.transformers.work import Item, Settings, Work
 from logitscope.errors import ModelLoadError, OptionError, OutOfMemoryError
 from logitscope.extract import in_order
-from logitscope.rows import HIDDEN_FORMS, Buffer, End, Identity, Request, Stream
+from logitscope.rows import HIDDEN_FORMS, Buffer, End, Identity, Joining, Request, Stream
 from logitscope.tokenizer import Tokenizer
 
 _BLOCK_BYTES = 256 * 2**20
@@ -46,6 +46,7 @@ class TransformersEngine(Engine):
     """
 
     name = "transformers"
+    joins = True
 
     def __init__(
         self,
@@ -179,10 +180,13 @@ class TransformersEngine(Engine):
         if hasattr(self, "_model"):
             del self._model
 
-    @torch.no_grad()
     def _run(self, requests: Sequence[Request], buffer: Buffer | None) -> Stream:
+        return self._run_joined(list(requests), buffer, None)
+
+    @torch.no_grad()
+    def _run_joined(self, requests: list[Request], buffer: Buffer | None, joining: Joining | None) -> Stream:
         with _named_memory_errors(), self._model.evaluating():
-            for item in in_order(self._items(requests, buffer)):
+            for item in in_order(self._items(requests, buffer, joining)):
                 yield self._verified(item, requests[item.index]) if isinstance(item, End) else item
 
     def _verified(self, end: End, request: Request) -> End:
@@ -190,7 +194,9 @@ class TransformersEngine(Engine):
             return end
         return dataclasses.replace(end, verification=self._model.verification(request.encode))
 
-    def _items(self, requests: Sequence[Request], buffer: Buffer | None) -> Iterator[Item]:
+    def _items(
+        self, requests: list[Request], buffer: Buffer | None, joining: Joining | None
+    ) -> Iterator[Item]:
         if self.prefixes is not None:
             self.prefixes.belongs_to(self._model.state)
         work = Work(
@@ -201,6 +207,7 @@ class TransformersEngine(Engine):
             self.tokenizer,
             self._eos_ids(),
             self.prefixes,
+            joining=None if joining is None else _Numbered(joining, requests),
         )
         numbered = list(enumerate(requests))
         yield from score(work, [(i, r) for i, r in numbered if not r.max_new_tokens])
@@ -285,6 +292,23 @@ class TransformersEngine(Engine):
             hidden_dtype=None if head is None else str(head.dtype).removeprefix("torch."),
             version=logitscope.__version__,
         )
+
+
+class _Numbered:
+    """Who joins, with their places in the stream.
+
+    Args:
+        joining: is asked.
+        requests: of the stream so far; it grows.
+    """
+
+    def __init__(self, joining: Joining, requests: list[Request]) -> None:
+        self._requests, self.wanted, self._joining = requests, joining.wanted, joining
+
+    def arrivals(self, room: int) -> list[tuple[int, Request]]:
+        first = len(self._requests)
+        self._requests += self._joining.arrivals(room)
+        return list(enumerate(self._requests[first:], first))
 
 
 @contextlib.contextmanager

@@ -59,9 +59,14 @@ class _Live:
             )
 
     @property
+    def tokens(self) -> int:
+        """Of the prompt and generated so far."""
+        return self.length + self.new
+
+    @property
     def seen(self) -> torch.Tensor:
         """Prompt and generated ids so far, int64."""
-        return self.history[: self.length + self.new]
+        return self.history[: self.tokens]
 
     @property
     def token_ids(self) -> Ids:
@@ -166,7 +171,9 @@ class _Batch:
             return found[0][0], rows, places
         width = max(s.length for s in self.live)
         room = width + max(s.request.max_new_tokens for s in self.live)
-        sources = [(cache, row, s.length) for (cache, row, _, _, _), s in zip(found, self.live, strict=True)]
+        sources = [
+            (cache, row, 0, s.length) for (cache, row, _, _, _), s in zip(found, self.live, strict=True)
+        ]
         return join(sources, width, room, self.model.config), rows, places
 
     def _prompt_rows(
@@ -200,6 +207,11 @@ class _Batch:
         width = max(s.length for s in self.live)
         mask = self._mask(width)
         while True:
+            guests = self._guests()
+            if guests is not None:
+                cache, guests_rows, guests_places, width = yield from self._with(guests, cache, width)
+                rows, places = torch.cat([rows, guests_rows]), places + guests_places
+                mask = self._mask(width)
             product = self.work.product(rows, shared=True)
             chosen, processed = self._choose(product)
             for s, token_id in zip(self.live, chosen, strict=True):
@@ -209,10 +221,10 @@ class _Batch:
             going = []
             for i, s in enumerate(self.live):
                 end = self._ending(s)
-                if end is None:
-                    going.append(i)
-                else:
+                if end is not None:
                     yield from self._finish(s, *end)
+                elif self.work.joining is None or self.work.joining.wanted(s.index):
+                    going.append(i)
             if not going:
                 return
             if len(going) < len(self.live):
@@ -224,14 +236,40 @@ class _Batch:
             out = self._forward(cache, mask, width)
             rows, places = out.rows[:, -1], [(out, i, s.length + s.new - 1) for i, s in enumerate(self.live)]
 
+    def _guests(self) -> _Batch | None:
+        """Sequences that have arrived meanwhile and can join; None when there are none."""
+        room = self.work.settings.sequences - len(self.live)
+        if self.work.joining is None or room < 1 or self.attentions or not self.model.can_join:
+            return None
+        arrived = sorted(self.work.joining.arrivals(room), key=lambda item: item[1].prompt_length)
+        return _Batch(self.work, [_Live(self.work, r, i) for i, r in arrived]) if arrived else None
+
+    def _with(
+        self, guests: _Batch, cache: Any, width: int
+    ) -> Generator[Item, None, tuple[Any, torch.Tensor, list[tuple[Output, int, int]], int]]:
+        """Read the guests' prompts and take them in: one cache of all, their rows, the new width."""
+        own, theirs = self.live, guests.live
+        guests_cache, rows, places = yield from guests._prefill()
+        sources = [(cache, i, width - s.tokens, s.tokens) for i, s in enumerate(own)]
+        reach = max(s.length for s in theirs)
+        sources += [(guests_cache, i, reach - s.length, s.length) for i, s in enumerate(theirs)]
+        self.live = own + theirs
+        self.hidden_states = self.hidden_states or guests.hidden_states
+        width = max(s.tokens for s in self.live)
+        return join(sources, width, width + self._most_left, self.model.config), rows, places, width
+
+    @property
+    def _most_left(self) -> int:
+        """Tokens that a sequence may still come to."""
+        return max(s.request.max_new_tokens - s.new for s in self.live)
+
     def _mask(self, width: int) -> torch.Tensor | None:
         """1 where a column of the joined cache holds a token, ``[sequences, columns]``; None if all do."""
-        if all(s.length == width for s in self.live):
+        if all(s.tokens == width for s in self.live):
             return None
-        room = width + max(s.request.max_new_tokens for s in self.live)
-        mask = torch.ones(len(self.live), room, dtype=torch.long)
+        mask = torch.ones(len(self.live), width + self._most_left, dtype=torch.long)
         for row, s in enumerate(self.live):
-            mask[row, : width - s.length] = 0
+            mask[row, : width - s.tokens] = 0
         return mask.to(self.model.device)
 
     def _forward(self, cache: Any, mask: torch.Tensor | None, width: int) -> Output:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -40,6 +41,16 @@ class Settings:
     sequences: int = 32
 
 
+class NumberedJoining(Protocol):
+    """`Joining` with each request's place in the stream."""
+
+    def arrivals(self, room: int) -> Sequence[tuple[int, Request]]:
+        """At most so many generating requests that have arrived."""
+
+    def wanted(self, index: int) -> bool:
+        """Whether somebody still waits for a request."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """One call of the engine.
@@ -53,6 +64,7 @@ class Work:
         eos_ids: ids that end a sequence unless a request ignores them.
         prefixes: prompts that were read before; None when none are kept.
         scratch: this run's own, so that another call may run while a stream is open.
+        joining: who joins a generation between its steps, and who leaves it.
     """
 
     model: CausalModel
@@ -63,6 +75,7 @@ class Work:
     eos_ids: frozenset[int]
     prefixes: PrefixCache | None = None
     scratch: Scratch = dataclasses.field(default_factory=Scratch)
+    joining: NumberedJoining | None = None
 
     def extractor(self, request: Request, index: int, stage: Stage = "raw") -> Extractor:
         """The extractor of one request's rows."""
