@@ -496,5 +496,21 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Any) -> None:
             check=True,
         )
         assert json.loads(shown.stdout)["shape"] == [3, 1001]
+        same = subprocess.run(
+            [sys.executable, "-c", program, "logits", "--url", address, "hello", "--json"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        assert same.stdout == shown.stdout
+        refused = subprocess.run(
+            [sys.executable, "-c", program, "logits", address, "hello", "--dtype", "float16"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (refused.returncode, "serve" in refused.stderr) == (2, True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) in (0, -signal.SIGTERM)

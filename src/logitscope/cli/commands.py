@@ -94,8 +94,10 @@ def demo(
 
 @app.command()
 def logits(
-    model: opt.Model,
+    model: opt.ModelOrUrl = None,
     text: opt.Texts = None,
+    url: opt.Url = None,
+    api_key: opt.ApiKey = None,
     file: opt.File = None,
     whole: opt.Whole = False,
     as_json: opt.Json = False,
@@ -115,8 +117,12 @@ def logits(
         from logitscope.cli import results
         from logitscope.cli.inputs import prompts
 
-        inputs = prompts(text, file, whole=whole)
-        with _open(model, dtype=dtype, device=device) as engine, row_progress("scoring") as progress:
+        name, texts = opt.source(model, url, text)
+        inputs = prompts(texts, file, whole=whole)
+        with (
+            _open(name, dtype=dtype, device=device, api_key=api_key) as engine,
+            row_progress("scoring") as progress,
+        ):
             chosen = opt.selection(select, columns)
             keep: dict[str, Any] = {"select": chosen, "encode": encode, "summary": _summary(chosen, summary)}
             members = list(cast("LogitsBatch", engine.logits(inputs, **keep, progress=progress)))
@@ -130,8 +136,10 @@ def logits(
 
 @app.command()
 def generate(
-    model: opt.Model,
+    model: opt.ModelOrUrl = None,
     text: opt.Texts = None,
+    url: opt.Url = None,
+    api_key: opt.ApiKey = None,
     file: opt.File = None,
     whole: opt.Whole = False,
     max_new_tokens: opt.MaxNewTokens = 16,
@@ -177,8 +185,12 @@ def generate(
         from logitscope.cli import results
         from logitscope.cli.inputs import prompts
 
-        inputs = prompts(text, file, whole=whole)
-        with _open(model, dtype=dtype, device=device) as engine, row_progress("generating") as progress:
+        name, texts = opt.source(model, url, text)
+        inputs = prompts(texts, file, whole=whole)
+        with (
+            _open(name, dtype=dtype, device=device, api_key=api_key) as engine,
+            row_progress("generating") as progress,
+        ):
             chosen = opt.selection(select, columns)
             keep: dict[str, Any] = {"select": chosen, "encode": encode, "summary": _summary(chosen, summary)}
             found = engine.generate(
@@ -220,6 +232,11 @@ def serve(
             metavar="KEY", envvar="LOGITSCOPE_API_KEY", help="That clients must send as a bearer token."
         ),
     ] = None,
+    body_mb: Annotated[int, typer.Option(metavar="MB", min=1, help="The largest body that is read.")] = 64,
+    origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Let web pages of this origin ask (CORS); may be given again."),
+    ] = None,
     dtype: opt.ModelDtype = None,
     device: opt.Device = None,
     traceback: opt.Traceback = False,
@@ -238,6 +255,8 @@ def serve(
             host=host,
             port=port,
             api_key=api_key,
+            body_bytes=body_mb * 10**6,
+            origins=origin or (),
             ready=lambda address: say(f"serving {model} at {address}"),
         )
 
@@ -273,11 +292,16 @@ def models(as_json: opt.Json = False, traceback: opt.Traceback = False) -> None:
             typer.echo("Any other hub name, model folder or .gguf file opens too.")
 
 
-def _open(model: str, *, dtype: str | None = None, device: str | None = None) -> Engine:
+def _open(
+    model: str, *, dtype: str | None = None, device: str | None = None, api_key: str | None = None
+) -> Engine:
     from logitscope.engines.registry import engine_class
 
     if model.startswith(("http://", "https://")):
-        return logitscope.open(model)
+        for name, given in (("--dtype", dtype), ("--device", device)):
+            if given is not None:
+                raise typer.BadParameter(f"{name} is the server's own: give it to logitscope serve.")
+        return logitscope.open(model, api_key=api_key)
     with spinner("loading PyTorch"):
         engine_class("transformers")  # the slow imports
     _convert(model)

@@ -40,6 +40,15 @@ class EncodingName(enum.StrEnum):
     hidden_float16 = "hidden-float16"
 
 
+def source(model: str | None, url: str | None, texts: list[str] | None) -> tuple[str, list[str] | None]:
+    """What is opened, and the texts: with an address every argument is one."""
+    if url is None:
+        if model is None:
+            raise typer.BadParameter("give a MODEL, or --url.")
+        return model, texts
+    return url, texts if model is None else [model, *(texts or ())]
+
+
 def parse_select(text: str) -> Select:
     """``all``, ``prompt``, ``generated``, ``last``, ``a:b``, ``1,2,3``, or ``none`` for summaries alone."""
     if text == "none":
@@ -111,6 +120,23 @@ Model = Annotated[
         help="A name ('smollm2', or one of the Hugging Face hub), a model folder, or a .gguf file.",
         show_default=False,
     ),
+]
+ModelOrUrl = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A name ('smollm2', or one of the Hugging Face hub), a model folder, a .gguf file, or the "
+        "address of a server (http://…).",
+        show_default=False,
+    ),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Ask this server; there is no MODEL then, and arguments are TEXT."),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", envvar="LOGITSCOPE_API_KEY", help="Of the server: a bearer token."),
 ]
 Texts = Annotated[
     list[str] | None, typer.Argument(metavar="TEXT", help="Prompts, one each.", show_default=False)

@@ -36,7 +36,7 @@ def make_app(
     runner: Runner,
     *,
     api_key: str | None = None,
-    body_bytes: int = 64 * 2**20,
+    body_bytes: int = 64 * 10**6,
     origins: Sequence[str] = (),
 ) -> FastAPI:
     """The application.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import uvicorn
 
@@ -23,6 +23,8 @@ def serve(
     port: int = 8000,
     api_key: str | None = None,
     limits: Limits | None = None,
+    body_bytes: int = 64 * 10**6,
+    origins: Sequence[str] = (),
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Serve an engine until the process is told to end: then what runs is finished, the rest is refused.
@@ -33,6 +35,8 @@ def serve(
         port: 0 takes a free one.
         api_key: that clients must send as a bearer token; None asks for none.
         limits: what is taken on.
+        body_bytes: the largest body that is read.
+        origins: web pages of these origins may ask, too (CORS).
         ready: is called with the address, as soon as it is taken.
 
     Raises:
@@ -43,7 +47,7 @@ def serve(
         name = f"[{host}]" if ":" in host else host
         ready(f"http://{name}:{listening.getsockname()[1]}")
         config = uvicorn.Config(
-            make_app(Runner(engine, limits), api_key=api_key),
+            make_app(Runner(engine, limits), api_key=api_key, body_bytes=body_bytes, origins=origins),
             log_level="warning",
             timeout_graceful_shutdown=_ENDING_S,
         )
