@@ -498,7 +498,8 @@ class Engine(abc.ABC):
             checked,
             identity=self.identity,
             vocabulary=self.tokenizer,
-            head=self.head,
+            # A head that is elsewhere is fetched when it is asked for.
+            head=self.head if any(r.encode in HIDDEN_FORMS for r in checked) else None,
         )
         done, total = 0, sum(r.max_rows for r in checked)
         for item in self._run(checked, collector.buffer):

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from logitscope.engines.base import Engine
-from logitscope.engines.remote import RemoteEngine
-from logitscope.errors import ConnectionFailedError, IdentityMismatchError, OptionError
+from logitscope.engines.remote import RemoteEngine, check_same_model
+from logitscope.errors import ConnectionFailedError, OptionError
 from logitscope.rows import Buffer, End, Request, RowBlock, Stream
 from logitscope.wire.errors import error_from_json
 
@@ -41,15 +41,12 @@ class ParallelEngine(Engine):
         self.engines, self._workers = list(engines), list(workers)
         first = engines[0]
         for engine in engines[1:]:
-            for field in ("weights_hash", "tokenizer_hash", "vocab_size", "dtype"):
-                ours, theirs = getattr(first.identity, field), getattr(engine.identity, field)
-                if ours != theirs:
-                    raise IdentityMismatchError(
-                        f"engines of different models cannot share work: {field} differs",
-                        where=f"{first.identity.model} and {engine.identity.model}",
-                        expected=ours,
-                        got=theirs,
-                    )
+            check_same_model(
+                first.identity,
+                engine.identity,
+                what="engines of different models cannot share work",
+                where=f"{first.identity.model} and {engine.identity.model}",
+            )
         devices = ", ".join(dict.fromkeys(engine.identity.device for engine in engines))
         self.identity = dataclasses.replace(first.identity, device=devices)
         self.tokenizer = first.tokenizer

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-import http.client
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
-import urllib3
 from numpy.typing import NDArray
 
 from logitscope import tensors
-from logitscope.engines.base import Capabilities, Engine
+from logitscope.engines.asynchronous import AsyncCalls
+from logitscope.engines.base import Capabilities
 from logitscope.engines.cache_dir import cache_dir
-from logitscope.errors import (
-    ConnectionFailedError,
-    FileFormatError,
-    LogitscopeError,
-    SelectError,
-    UnsupportedError,
-)
-from logitscope.rows import Buffer, End, Identity, Ids, Request, RowBlock, Stream
+from logitscope.engines.connection import Client
+from logitscope.errors import FileFormatError, IdentityMismatchError, SelectError, UnsupportedError
+from logitscope.rows import Buffer, Identity, Ids, Request, RowBlock, Stream
 from logitscope.wire import RowReader, request_to_json
-from logitscope.wire.errors import error_from_json
-
-_CONNECT_S = 10.0
 
 
-class RemoteEngine(Engine):
-    """An engine at the other end of a connection.
+class RemoteEngine(AsyncCalls):
+    """An engine at the other end of a connection; many threads may use it at once, and event loops.
 
     Attributes:
         address: of the server.
@@ -39,22 +30,19 @@ class RemoteEngine(Engine):
 
     name = "remote"
 
-    def __init__(
-        self, address: str, *, api_key: str | None, timeout_s: float, memory_limit_bytes: int | None
-    ) -> None:
-        self.address = address.rstrip("/")
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        timeout = urllib3.Timeout(connect=_CONNECT_S, read=timeout_s)
-        # What asks for rows is never sent twice by itself: the server may be working on it.
-        self._pool = urllib3.PoolManager(headers=headers, timeout=timeout, retries=False, maxsize=8)
-        info = self._info()
+    def __init__(self, client: Client, *, memory_limit_bytes: int | None) -> None:
+        super().__init__()
+        self.address, self._client = client.address, client
+        info = client.info()
         self.identity = Identity(**info["identity"])
         self.capabilities = Capabilities(**{**info["capabilities"], "keep_on_device": False})
         self.context_length = info["context_length"]
         self.memory_limit_bytes = memory_limit_bytes
         self._head_name = info["head"]
+        self._head: Any = None
+        self._fetching = threading.Lock()
         facts = info["tokenizer"]
-        self.tokenizer = None if facts is None else RemoteTokenizer(self._json, facts)  # type: ignore[assignment]
+        self.tokenizer = None if facts is None else RemoteTokenizer(client, facts)  # type: ignore[assignment]
 
     @classmethod
     def open(
@@ -63,6 +51,7 @@ class RemoteEngine(Engine):
         *,
         api_key: str | None = None,
         timeout_s: float = 600.0,
+        retries: int = 3,
         memory_limit_bytes: int | None = None,
     ) -> Self:
         """Connect to a server that ``logitscope serve`` started.
@@ -70,23 +59,29 @@ class RemoteEngine(Engine):
         Args:
             model: its address, as ``http://localhost:8000``.
             api_key: that it asks for.
-            timeout_s: how long to wait for the next bytes of an answer.
+            timeout_s: how long to wait for the next bytes of an answer, and between tries in all.
+            retries: how often at most a request is made again that the server refused because it was busy, or
+                that was not sent at all; what asks for rows is never sent twice.
             memory_limit_bytes: larger requests are refused here; None is half of the free memory.
 
         Raises:
             ConnectionFailedError: nobody answers there, or somebody else.
         """
-        return cls(str(model), api_key=api_key, timeout_s=timeout_s, memory_limit_bytes=memory_limit_bytes)
+        client = Client(str(model), api_key=api_key, timeout_s=timeout_s, retries=retries)
+        return cls(client, memory_limit_bytes=memory_limit_bytes)
 
-    @functools.cached_property
+    @property
     def head(self) -> Any:
         """The server's head, fetched once and kept in the user's cache by its hash; None if it has none."""
-        return None if self._head_name is None else self._fetched_head(self._head_name)
+        with self._fetching:
+            if self._head is None and self._head_name is not None:
+                self._head = self._fetched_head(self._head_name)
+            return self._head
 
     def close(self) -> None:
         """Let go of the connections; the server goes on."""
         super().close()
-        self._pool.clear()
+        self._client.close()
 
     def _working_bytes(self, requests: Sequence[Request]) -> int:
         """A block of the widest rows."""
@@ -97,12 +92,18 @@ class RemoteEngine(Engine):
         return 0
 
     def _run(self, requests: Sequence[Request], buffer: Buffer | None) -> Stream:
-        body = json.dumps({"requests": [request_to_json(one) for one in requests]}).encode()
-        answer = self._ask("POST", "/rows", body)
+        body = {"requests": [request_to_json(one) for one in requests]}
         given: dict[tuple[int, str], int] = {}
-        complete = False
-        try:
-            for item in _read(answer):
+        with self._client.rows(body) as answer:
+            reader = RowReader(answer, writable=True)
+            check_same_model(
+                self.identity,
+                reader.identity,
+                what="the server serves another model by now",
+                where=self.address,
+                fix="Open it again.",
+            )
+            for item in reader:
                 if isinstance(item, RowBlock) and buffer is not None and item.values is not None:
                     key = (item.index, item.stage)
                     first = given.get(key, 0)
@@ -111,67 +112,6 @@ class RemoteEngine(Engine):
                     item.values = place
                     given[key] = first + len(item)
                 yield item
-            complete = True
-        finally:
-            if complete:
-                answer.drain_conn()
-                answer.release_conn()
-            else:
-                answer.close()  # the server sees that nobody reads
-
-    # -- HTTP ------------------------------------------------------------------------------------------
-
-    def _info(self) -> dict[str, Any]:
-        info = self._json("GET", "/info")
-        if not isinstance(info, dict) or info.get("server") != "logitscope":
-            raise ConnectionFailedError(
-                "no server of logitscope", where=self.address, fix="Start one: logitscope serve MODEL"
-            )
-        return info
-
-    def _json(self, method: str, path: str, content: Any = None) -> Any:
-        body = None if content is None else json.dumps(content).encode()
-        answer = self._ask(method, path, body)
-        try:
-            return json.loads(answer.read())
-        except ValueError as error:
-            raise ConnectionFailedError(
-                "no server of logitscope", where=f"{self.address}{path}", got=str(error)[:80]
-            ) from error
-        except urllib3.exceptions.HTTPError as error:
-            raise _lost(self.address, error) from error
-        finally:
-            answer.release_conn()
-
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> Any:
-        headers = {**self._pool.headers, "Content-Type": "application/json"}
-        try:
-            answer = self._pool.request(
-                method, self.address + path, body=body, headers=headers, preload_content=False
-            )
-        except urllib3.exceptions.HTTPError as error:
-            raise ConnectionFailedError(
-                "nobody answers",
-                where=self.address + path,
-                got=f"{type(error).__name__}: {error}",
-                fix="Is the server running, and is that its address?",
-            ) from error
-        if answer.status == 200:
-            return answer
-        raise self._refused(answer, path)
-
-    def _refused(self, answer: Any, path: str) -> LogitscopeError:
-        data = answer.read()
-        answer.release_conn()
-        try:
-            found = json.loads(data)["error"]
-            if answer.status != 404:
-                return error_from_json(found)
-        except (ValueError, KeyError, TypeError):
-            pass
-        return ConnectionFailedError(
-            "no server of logitscope", where=f"{self.address}{path}", got=f"status {answer.status}"
-        )
 
     # -- the head --------------------------------------------------------------------------------------
 
@@ -182,7 +122,7 @@ class RemoteEngine(Engine):
                 return _head_of(file.read_bytes(), name)
             except FileFormatError:
                 file.unlink(missing_ok=True)
-        data = self._ask("GET", f"/heads/{name}").read()
+        data = self._client.data("GET", f"/heads/{name}")
         head = _head_of(data, name)
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{secrets.token_hex(4)}")
@@ -194,8 +134,10 @@ class RemoteEngine(Engine):
 class RemoteTokenizer:
     """The server's tokenizer; what `logitscope.tokenizer.Tokenizer` is, asked over the connection."""
 
-    def __init__(self, ask: Any, facts: Mapping[str, Any]) -> None:
-        self._ask = ask
+    def __init__(self, client: Client, facts: Mapping[str, Any]) -> None:
+        self._client = client
+        self._fetching = threading.Lock()
+        self._vocabulary: list[str] | None = None
         self._size = int(facts["size"])
         self.hash = str(facts["hash"])
         self.eos_token_id = facts["eos_token_id"]
@@ -220,47 +162,58 @@ class RemoteTokenizer:
     def assistant_tokens(
         self, messages: Sequence[Mapping[str, Any]], token_ids: Ids
     ) -> list[tuple[int, int]]:
-        """Not here: the template is the server's.
+        """First token of each of the assistant's messages in a chat, and the one after its last.
+
+        Args:
+            messages: the chat.
+            token_ids: that `encode_chat` made of it.
 
         Raises:
-            SelectError: always.
+            SelectError: the template writes a message otherwise when others follow.
         """
+        body = {"messages": list(messages), "assistant": True}
+        for generate in (False, True):  # they differ where an assistant's last message is left open
+            found = self._client.json("POST", "/tokenize", {**body, "generate": generate})
+            if np.array_equal(found["token_ids"], token_ids):
+                return [(int(first), int(last)) for first, last in found["assistant_tokens"]]
         raise SelectError(
-            "rows of the assistant are not known at a client in this version",
-            where="Select.positions",
-            fix="Give the positions themselves.",
+            "these are not the chat's token ids", where="messages", fix="Give the positions themselves."
         )
 
     def decode(self, token_ids: Sequence[int] | NDArray[Any], *, special: bool = False) -> str:
         """Text of a run of ids; special tokens are left out unless ``special``."""
         body = {"token_ids": [int(i) for i in token_ids], "special": special}
-        return str(self._ask("POST", "/detokenize", body)["text"])
+        return str(self._client.json("POST", "/detokenize", body)["text"])
 
     def pieces(self, token_ids: Sequence[int] | NDArray[Any]) -> list[str]:
         """Text of each id by itself."""
-        return [self._pieces[int(i)] for i in token_ids]
-
-    @functools.cached_property
-    def _pieces(self) -> list[str]:
-        return [str(piece) for piece in self._ask("GET", "/vocabulary")["pieces"]]
+        with self._fetching:
+            if self._vocabulary is None:
+                found = self._client.json("GET", "/vocabulary")
+                self._vocabulary = [str(piece) for piece in found["pieces"]]
+        return [self._vocabulary[int(i)] for i in token_ids]
 
     def _ids(self, body: dict[str, Any]) -> Ids:
-        return np.asarray(self._ask("POST", "/tokenize", body)["token_ids"], np.int32)
+        return np.asarray(self._client.json("POST", "/tokenize", body)["token_ids"], np.int32)
 
 
-def _read(answer: Any) -> Iterator[RowBlock | End]:
-    """The items of an answer; a connection that breaks is an error."""
-    try:
-        # urllib3's own readinto() reads into fresh memory first, which costs as much as the network.
-        yield from RowReader(answer._fp, writable=True)
-    except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError) as error:
-        raise _lost("the server", error) from error
+def check_same_model(
+    ours: Identity, theirs: Identity, *, what: str, where: str, fix: str | None = None
+) -> None:
+    """Raise unless rows of the two may be mixed.
 
-
-def _lost(where: str, error: BaseException) -> ConnectionFailedError:
-    return ConnectionFailedError(
-        "the connection broke", where=where, got=f"{type(error).__name__}: {error}", fix="Ask again."
-    )
+    Raises:
+        IdentityMismatchError: weights, tokenizer, vocabulary or dtype differ.
+    """
+    for field in ("weights_hash", "tokenizer_hash", "vocab_size", "dtype"):
+        if getattr(ours, field) != getattr(theirs, field):
+            raise IdentityMismatchError(
+                f"{what}: {field} differs",
+                where=where,
+                expected=getattr(ours, field),
+                got=getattr(theirs, field),
+                fix=fix,
+            )
 
 
 def _head_of(data: bytes, name: str) -> Any:

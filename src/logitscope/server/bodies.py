@@ -110,6 +110,10 @@ class TokenizeBody(Body):
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     generate: bool = Field(default=False, description="Whether an assistant's last message is left open.")
+    assistant: bool = Field(
+        default=False,
+        description="Of a chat: also first and last + 1 of the tokens of its assistant's messages.",
+    )
     special: bool = Field(
         default=True, description="With the special tokens that the tokenizer adds by itself."
     )

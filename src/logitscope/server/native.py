@@ -157,8 +157,7 @@ class Native:
         if body.messages is not None:
             if not body.messages:
                 raise InputError("no chat", where="messages", expected="a list of messages")
-            ids = await self.service.read(tokenizer.encode_chat, body.messages, generate=body.generate)
-            return JSONResponse({"token_ids": ids.tolist()})
+            return JSONResponse(await self.service.read(_chat, tokenizer, body))
         if body.text is None:
             raise OptionError("no text", where="text", expected="a string")
         ids = await self.service.read(tokenizer.encode if body.special else tokenizer.text_ids, body.text)
@@ -236,6 +235,12 @@ class _Part:
             "output_ids": list(self.ids),
             "meta_info": meta,
         }
+
+
+def _chat(tokenizer: Any, body: TokenizeBody) -> dict[str, Any]:
+    ids = tokenizer.encode_chat(body.messages, generate=body.generate)
+    spans = {"assistant_tokens": tokenizer.assistant_tokens(body.messages, ids)} if body.assistant else {}
+    return {"token_ids": ids.tolist(), **spans}
 
 
 def inputs_of(body: Prompts) -> tuple[Any, bool]:
