@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -42,7 +42,7 @@ FORMAT = "logitscope.rows"
 FORMAT_VERSION = 1
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 
-_KEY = b"logitscope"
+_KEY, _CHECK = b"logitscope", b"logitscope.xxh3"
 _EXTRAS = ("hidden_states", "attentions")
 _ENTRIES = "entries"
 _PIECE_BYTES = 1 << 20
@@ -122,11 +122,11 @@ class RowWriter:
             "xxh3": _checksum(block),
         }
         batch = pa.record_batch(arrays, schema=self._schema)
-        self._writer.write_batch(batch, custom_metadata={_KEY: json.dumps(facts)})
+        self._writer.write_batch(batch, custom_metadata=_metadata(facts))
 
     def _empty(self, facts: dict[str, Any]) -> None:
         batch = pa.record_batch([pa.nulls(0, f.type) for f in self._schema], schema=self._schema)
-        self._writer.write_batch(batch, custom_metadata={_KEY: json.dumps(facts)})
+        self._writer.write_batch(batch, custom_metadata=_metadata(facts))
 
 
 def write_stream(sink: BinaryIO, stream: Stream, identity: Identity, requests: Sequence[Request]) -> None:
@@ -160,10 +160,7 @@ class RowReader:
         self._writable = writable
         with _named_errors():
             self._reader = pa.ipc.open_stream(_OwnMemory(source) if writable else source)
-            metadata = self._reader.schema.metadata or {}
-            if _KEY not in metadata:
-                raise FileFormatError("no stream of rows", expected=f"Arrow metadata {_KEY.decode()!r}")
-            facts = json.loads(metadata[_KEY])
+            facts = _facts(self._reader.schema.metadata)
             if facts["format"] != FORMAT or facts["version"] > FORMAT_VERSION:
                 raise FileFormatError(
                     "a stream of another format or a newer version",
@@ -209,7 +206,8 @@ class RowReader:
             batch, metadata = self._reader.read_next_batch_with_custom_metadata()
         except StopIteration:
             return None
-        return batch, json.loads(metadata[_KEY])
+        batch.validate()  # that buffers are as long as they must be: Arrow reads beyond them otherwise
+        return batch, _facts(metadata)
 
 
 class _OwnMemory:
@@ -271,7 +269,23 @@ def _schema(identity: Identity, requests: Sequence[Request]) -> Any:
         "identity": dataclasses.asdict(identity),
         "requests": [request_to_json(request) for request in requests],
     }
-    return pa.schema(fields, metadata={_KEY: json.dumps(facts)})
+    return pa.schema(fields, metadata=_metadata(facts))
+
+
+def _metadata(facts: dict[str, Any]) -> dict[bytes, bytes]:
+    """What Arrow carries of ours beside columns, with its checksum."""
+    data = json.dumps(facts).encode()
+    return {_KEY: data, _CHECK: xxhash.xxh3_64_hexdigest(data).encode()}
+
+
+def _facts(metadata: Mapping[bytes, bytes] | None) -> dict[str, Any]:
+    if metadata is None or _KEY not in metadata:
+        raise FileFormatError("no stream of rows", expected=f"Arrow metadata {_KEY.decode()!r}")
+    data = metadata[_KEY]
+    if metadata.get(_CHECK) != xxhash.xxh3_64_hexdigest(data).encode():
+        raise FileFormatError("the metadata is damaged", expected="its checksum")
+    found: dict[str, Any] = json.loads(data)
+    return found
 
 
 def _parts(block: RowBlock) -> dict[str, NDArray[Any]]:
