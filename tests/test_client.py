@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import contextvars
 import inspect
 import json
 import os
@@ -25,6 +26,7 @@ import pytest
 from test_server import VOCAB, fake, post, serving
 
 import logitscope as ls
+from logitscope.engines import connection
 from logitscope.engines.base import Engine
 from logitscope.engines.fake import FakeEngine, fake_rows
 from logitscope.engines.remote import RemoteEngine
@@ -230,6 +232,38 @@ def test_a_server_that_starts_meanwhile_is_found(recorded: dict[str, bytes]) -> 
             thread.join()
     with pytest.raises(ConnectionFailedError, match="nobody answers"):
         ls.open(f"http://127.0.0.1:{place[1]}", retries=0)
+
+
+def test_idle_connections_are_opened_again(
+    recorded: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may hang up on them just when the next request is sent, which is then lost."""
+    monkeypatch.setattr(connection, "_IDLE_S", 0.2)
+    with scripted(lambda line, count: recorded[line]) as server, remote(server.address) as engine:
+        engine.logits(IDS)
+        assert server.connections == 1
+        time.sleep(0.3)
+        engine.logits(IDS)
+        engine.logits(IDS)
+        assert server.connections == 2
+
+
+def test_a_connection_that_a_late_end_cut_is_opened_again(recorded: dict[str, bytes]) -> None:
+    """Its call was done already: the next one that has it must not pay for that."""
+    late = connection.Call()
+
+    def asked() -> None:
+        connection.CURRENT.set(late)
+        held.request("GET", "/info")
+        held.getresponse().read()
+
+    with scripted(lambda line, count: recorded[line]) as server:
+        held = connection._HeldHTTP("127.0.0.1", int(server.address.rpartition(":")[2]))
+        contextvars.copy_context().run(asked)
+        late.abort()
+        held.request("GET", "/info")
+        assert held.getresponse().status == 200
+        held.close()
 
 
 def test_another_model_behind_the_address_is_no_answer(recorded: dict[str, bytes]) -> None:

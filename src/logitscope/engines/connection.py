@@ -30,6 +30,7 @@ from logitscope.wire.errors import error_from_json
 _CONNECT_S = 10.0
 _FIRST_WAIT_S = 0.1
 _REST_S = 1.0
+_IDLE_S = 4.0  # servers hang up on idle connections, ours after 5 s: a request that meets that is lost
 _POOLED = 128
 _REFUSAL_BYTES = 1 << 20
 _START = "Start one: logitscope serve MODEL"
@@ -72,12 +73,13 @@ class _Held:
 
     call: Call | None = None
     sock: Any
+    _used_s = 0.0
     _socket: Any = None  # http.client lets go of its own while an answer is still read from it
 
     def connect(self) -> None:
         """Open a socket."""
         with _HOLDING:
-            self.call = None
+            self.call, self._used_s = None, time.monotonic()
         super().connect()  # type: ignore[misc]
         self._take()
 
@@ -93,16 +95,18 @@ class _Held:
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _take(self) -> None:
-        call = CURRENT.get()
+        call, now_s = CURRENT.get(), time.monotonic()
         with _HOLDING:
-            spoilt = self.call is not None and self.call is not call and self.call.aborted
+            cut = self.call is not None and self.call is not call and self.call.aborted
+            stale = self.sock is not None and now_s - self._used_s > _IDLE_S
+            self._used_s = now_s
             self.call, self._socket = call, self.sock
             if call is not None:
                 call.connection = self
                 if call.aborted:
                     self.cut()
-        if spoilt:
-            self.close()  # type: ignore[attr-defined]
+        if cut or stale:
+            self.close()  # type: ignore[attr-defined] # it opens again by itself
 
 
 class _HeldHTTP(_Held, HTTPConnection):
