@@ -356,7 +356,10 @@ class Client:
                     ConnectionFailedError("no answer in time", where=where, expected=limit, fix=fix)
                 )
             case urllib3.exceptions.SSLError():
-                fix = "The address of a server without a certificate begins with http://."
+                fix = (
+                    "A certificate must be one that this machine trusts (SSL_CERT_FILE); the address of a "
+                    "server without one begins with http://."
+                )
                 return _FailedTry(
                     ConnectionFailedError("no secure connection", where=where, got=got, fix=fix)
                 )
