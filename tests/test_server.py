@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import pathlib
 import signal
 import socket
 import subprocess
@@ -44,12 +45,13 @@ VOCAB = 301
 
 
 @contextlib.contextmanager
-def serving(engine: Any, *, limits: Limits | None = None, **options: Any) -> Iterator[str]:
+def serving(engine: Any, *, limits: Limits | None = None, port: int = 0, **options: Any) -> Iterator[str]:
     """A server in a thread of its own; its address."""
     runner = Runner(engine, limits)
     app = make_app(runner, **options)
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", port))
         port = free.getsockname()[1]
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
     thread = threading.Thread(target=server.run)
@@ -116,7 +118,10 @@ def commanded(folder: Any, *options: str) -> Iterator[tuple[str, subprocess.Pope
 @pytest.fixture(scope="module")
 def remote_case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCase]:
     folder = save_tiny(tmp_path_factory.mktemp("tiny"))
-    with commanded(folder) as (address, _), contextlib.closing(ls.open(address)) as engine:
+    with (
+        commanded(folder, "--no-shared-memory") as (address, _),
+        contextlib.closing(ls.open(address)) as engine,
+    ):
         model = AutoModelForCausalLM.from_pretrained(folder)
         yield EngineCase(engine, Oracle(model), "remote, llama float32", eos_token_id=2)
 
@@ -125,6 +130,36 @@ class TestRemote(EngineSuite):
     @pytest.fixture
     def case(self, remote_case: EngineCase) -> EngineCase:
         return remote_case
+
+
+@pytest.fixture(scope="module")
+def shared_case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCase]:
+    folder = save_tiny(tmp_path_factory.mktemp("tiny"))
+    program = """if True:
+        import sys
+        import logitscope as ls
+        from logitscope.server.runner import Limits
+        from logitscope.server.serve import serve
+        limits = Limits(lent_bytes=1)
+        serve(ls.open(sys.argv[1]), port=0, limits=limits, ready=lambda found: print(found, flush=True))
+    """
+    command = [sys.executable, "-c", program, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        with contextlib.closing(ls.open(address, shared_memory=True)) as engine:
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            yield EngineCase(engine, Oracle(model), "remote, shared memory", eos_token_id=2)
+            assert health(address)["segments"] > 0
+        process.terminate()
+    assert not list(pathlib.Path("/dev/shm").glob(f"logitscope-{process.pid}-*"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="rows go through Linux shared memory")
+class TestSharedMemory(EngineSuite):
+    @pytest.fixture
+    def case(self, shared_case: EngineCase) -> EngineCase:
+        return shared_case
 
 
 # -- the routes ----------------------------------------------------------------------------------------

@@ -423,6 +423,74 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @linux
+@pytest.mark.parametrize("live", [False, True])
+def test_a_reader_that_is_killed_gives_the_segment_back(here: pathlib.Path, live: bool) -> None:
+    pool = Pool()
+    segment = pool.take(4096)
+    segment.room(0, (8,), np.int64)[...] = np.arange(8)
+    program = f"""
+import os, signal, sys
+import numpy as np
+from logitscope.wire import Ticket, attach
+array = attach({segment.lend(64)!r}, live={live}).array(0, (8,), np.int64)
+print(array.sum(), flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline().strip() == "28"
+        assert not segment.free
+        segment.take_back()
+        assert not segment.free, "a reader has it"
+        reader.communicate("\n")
+    assert segment.free
+    assert pool.take(4096) is segment
+
+
+@linux
+def test_a_segment_that_is_written_to_is_not_free(here: pathlib.Path) -> None:
+    segment = Pool().take(4096)
+    segment.writing = True
+    segment.room(0, (8,), np.int64)
+    attached = attach(segment.lend(64), live=True)
+    segment.room(8, (1,), np.int64)[...] = 7
+    kept = attached.array(0, (8,), np.int64)
+    assert kept[1] == 7
+    kept[0] = 3
+    segment.room(16, (1,), np.int64)[...] = 8
+    assert kept[:3].tolist() == [3, 7, 8], "on a page that the reader has written to"
+    attached.done(24)
+    assert segment.done_bytes == 24
+    del attached, kept
+    gc.collect()
+    assert not segment.free
+    segment.writing = False
+    assert segment.free
+    segment.hold()
+    assert segment.done_bytes == 0
+
+
+@linux
+def test_free_segments_make_way_for_more(here: pathlib.Path) -> None:
+    pool = Pool(limit_bytes=20 << 20, most=2)
+    for _ in range(2):
+        small, large = pool.take(1 << 20), pool.take(9 << 20)
+        for segment in (small, large):
+            segment.room(0, (segment.capacity,), np.uint8)
+        with pytest.raises(OutOfMemoryError, match="all segments"):
+            pool.take(1 << 20)
+        large.take_back()
+        other = pool.take(18 << 20)
+        other.room(0, (18 << 20,), np.uint8)
+        assert len(pool) == 2
+        small.take_back()
+        other.take_back()
+    pool.close()
+
+
+@linux
 def test_a_ticket_that_nobody_needs_is_released(here: pathlib.Path) -> None:
     pool = Pool()
     segment = pool.take(4096)

@@ -100,6 +100,8 @@ def used(segments: Callable[[], list[pathlib.Path]]) -> Callable[[], list[str]]:
         for path in segments():
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 _, _, state = shared._STATE.unpack(file.read(shared._STATE.size))
+                if state == shared._READ and shared._lock(file.fileno()):
+                    continue  # nobody reads any more
                 states[path.name] = names.get(state)
         return [f"{name}: {state}" for name, state in states.items() if state]
 

@@ -674,6 +674,8 @@ class RowBlock:
         attentions: layer → ``[rows, heads, keys]``; keys beyond the row's position are 0.
         token_ids: generated ids that this block brings: int32 ``[new]``, in order.
         stage: ``raw`` or ``processed``.
+        room: where the request's values lie one after another, ``[rows, width]``, if they do; `values` are
+            some of its rows, and those that have not come yet are not to be touched.
     """
 
     index: int
@@ -685,6 +687,7 @@ class RowBlock:
     token_ids: Ids = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     stage: Stage = "raw"
     entries: Entries | None = None
+    room: NDArray[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.positions)

@@ -237,6 +237,10 @@ def serve(
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="Let web pages of this origin ask (CORS); may be given again."),
     ] = None,
+    no_shared_memory: Annotated[
+        bool,
+        typer.Option("--no-shared-memory", help="Clients on this host get rows over HTTP, as others do."),
+    ] = False,
     dtype: opt.ModelDtype = None,
     device: opt.Device = None,
     traceback: opt.Traceback = False,
@@ -257,6 +261,7 @@ def serve(
             api_key=api_key,
             body_bytes=body_mb * 10**6,
             origins=origin or (),
+            shared_memory=not no_shared_memory,
             ready=lambda address: say(f"serving {model} at {address}"),
         )
 

@@ -107,6 +107,8 @@ class Engine(abc.ABC):
     memory_limit_bytes: int | None = None
     head: Any = None
     _closed: bool = False
+    _fills_buffers: bool = True
+    """Whether `_run` computes values where a buffer says; if not, they come in memory of their own."""
 
     @classmethod
     @abc.abstractmethod
@@ -502,7 +504,7 @@ class Engine(abc.ABC):
             head=self.head if any(r.encode in HIDDEN_FORMS for r in checked) else None,
         )
         done, total = 0, sum(r.max_rows for r in checked)
-        for item in self._run(checked, collector.buffer):
+        for item in self._run(checked, collector.buffer if self._fills_buffers else None):
             if isinstance(item, End):
                 collector.finish(item)
                 continue

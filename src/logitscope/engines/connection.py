@@ -259,10 +259,14 @@ class Client:
         return self._tried(attempt, repeatable=True)
 
     @contextlib.contextmanager
-    def rows(self, content: Any) -> Iterator[Body]:
+    def rows(self, content: Any, headers: Mapping[str, str] | None = None) -> Iterator[Body]:
         """The answer of ``POST /rows``, to be read as it comes; leaving it early tells the server so.
 
         It is sent at most once: only what was refused, or not sent at all, is asked again.
+
+        Args:
+            content: of the request, as JSON.
+            headers: beside the usual ones.
 
         Raises:
             ConnectionFailedError, LogitscopeError: as `json`, also while it is read.
@@ -270,7 +274,7 @@ class Client:
         path = "/rows"
 
         def attempt() -> Any:
-            found = self._sent("POST", path, content)
+            found = self._sent("POST", path, content, headers)
             if found.status != 200:
                 raise _FailedTry(self._foreign(found.status, _some_of(found), path))
             return found
@@ -313,7 +317,7 @@ class Client:
             found.release_conn()
         return found.status, data
 
-    def _sent(self, method: str, path: str, content: Any) -> Any:
+    def _sent(self, method: str, path: str, content: Any, headers: Mapping[str, str] | None = None) -> Any:
         """An answer of which the body is still to be read."""
         call = CURRENT.get()
         if call is not None and call.aborted:
@@ -321,7 +325,11 @@ class Client:
         body = None if content is None else json.dumps(content).encode()
         try:
             found = self._pool.request(
-                method, self.address + path, body=body, headers=self._headers, preload_content=False
+                method,
+                self.address + path,
+                body=body,
+                headers={**self._headers, **(headers or {})},
+                preload_content=False,
             )
         except urllib3.exceptions.HTTPError as error:
             raise self._failure(path, error) from error

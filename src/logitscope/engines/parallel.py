@@ -36,6 +36,7 @@ class ParallelEngine(Engine):
     """
 
     name = "parallel"
+    _fills_buffers = False
 
     def __init__(self, engines: Sequence[Engine], workers: Sequence[_Worker] = ()) -> None:
         self.engines, self._workers = list(engines), list(workers)
@@ -131,7 +132,7 @@ class ParallelEngine(Engine):
                     first = given.get(key, 0)
                     place = buffer(item.index, item.stage, first, len(item))
                     place[...] = item.values
-                    item.values, given[key] = place, first + len(item)
+                    item.values, item.room, given[key] = place, None, first + len(item)
                 yield item
         finally:
             run.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import threading
@@ -15,10 +16,17 @@ from logitscope import tensors
 from logitscope.engines.asynchronous import AsyncCalls
 from logitscope.engines.base import Capabilities
 from logitscope.engines.cache_dir import cache_dir
-from logitscope.engines.connection import Client
-from logitscope.errors import FileFormatError, IdentityMismatchError, SelectError, UnsupportedError
+from logitscope.engines.connection import Body, Client
+from logitscope.errors import (
+    FileFormatError,
+    IdentityMismatchError,
+    InputError,
+    SelectError,
+    UnsupportedError,
+)
 from logitscope.rows import Buffer, Identity, Ids, Request, RowBlock, Stream
 from logitscope.wire import RowReader, request_to_json
+from logitscope.wire.shared import PROOF_HEADER, shown_proof
 
 
 class RemoteEngine(AsyncCalls):
@@ -29,8 +37,9 @@ class RemoteEngine(AsyncCalls):
     """
 
     name = "remote"
+    _fills_buffers = False
 
-    def __init__(self, client: Client, *, memory_limit_bytes: int | None) -> None:
+    def __init__(self, client: Client, *, memory_limit_bytes: int | None, shared_memory: bool | None) -> None:
         super().__init__()
         self.address, self._client = client.address, client
         info = client.info()
@@ -38,6 +47,8 @@ class RemoteEngine(AsyncCalls):
         self.capabilities = Capabilities(**{**info["capabilities"], "keep_on_device": False})
         self.context_length = info["context_length"]
         self.memory_limit_bytes = memory_limit_bytes
+        self._shared_memory = shared_memory
+        self._proof = self._host_proof(info)
         self._head_name = info["head"]
         self._head: Any = None
         self._fetching = threading.Lock()
@@ -53,6 +64,7 @@ class RemoteEngine(AsyncCalls):
         timeout_s: float = 600.0,
         retries: int = 3,
         memory_limit_bytes: int | None = None,
+        shared_memory: bool | None = None,
     ) -> Self:
         """Connect to a server that ``logitscope serve`` started.
 
@@ -63,12 +75,15 @@ class RemoteEngine(AsyncCalls):
             retries: how often at most a request is made again that the server refused because it was busy, or
                 that was not sent at all; what asks for rows is never sent twice.
             memory_limit_bytes: larger requests are refused here; None is half of the free memory.
+            shared_memory: whether rows of a server on this host come through memory that both share, without
+                a copy; None where it can be. Rows that find no room there come over HTTP.
 
         Raises:
             ConnectionFailedError: nobody answers there, or somebody else.
+            UnsupportedError: ``shared_memory=True``, and the server is not on this host or gives none.
         """
         client = Client(str(model), api_key=api_key, timeout_s=timeout_s, retries=retries)
-        return cls(client, memory_limit_bytes=memory_limit_bytes)
+        return cls(client, memory_limit_bytes=memory_limit_bytes, shared_memory=shared_memory)
 
     @property
     def head(self) -> Any:
@@ -94,8 +109,9 @@ class RemoteEngine(AsyncCalls):
     def _run(self, requests: Sequence[Request], buffer: Buffer | None) -> Stream:
         body = {"requests": [request_to_json(one) for one in requests]}
         given: dict[tuple[int, str], int] = {}
-        with self._client.rows(body) as answer:
-            reader = RowReader(answer, writable=True)
+        with contextlib.ExitStack() as stack:
+            answer = self._answer(stack, body)
+            reader = RowReader(answer, writable=True, shared=self._proof is not None)
             check_same_model(
                 self.identity,
                 reader.identity,
@@ -109,9 +125,36 @@ class RemoteEngine(AsyncCalls):
                     first = given.get(key, 0)
                     place = buffer(item.index, item.stage, first, len(item))
                     place[...] = item.values
-                    item.values = place
+                    item.values, item.room = place, None
                     given[key] = first + len(item)
                 yield item
+
+    def _answer(self, stack: contextlib.ExitStack, body: Any) -> Body:
+        """The answer to a request for rows, until the stack is left."""
+        if self._proof is None:
+            return stack.enter_context(self._client.rows(body))
+        try:
+            return stack.enter_context(self._client.rows(body, {PROOF_HEADER: self._proof}))
+        except InputError as error:
+            if error.where != PROOF_HEADER:
+                raise
+        self._proof = self._host_proof(self._client.info())  # another server is there by now
+        headers = {} if self._proof is None else {PROOF_HEADER: self._proof}
+        return stack.enter_context(self._client.rows(body, headers))
+
+    def _host_proof(self, info: Mapping[str, Any]) -> str | None:
+        """What shows the server that it is on this host; None where it is not, or shall not be used."""
+        path = info.get("shared_memory")
+        proof = None if path is None or self._shared_memory is False else shown_proof(str(path))
+        if proof is None and self._shared_memory:
+            raise UnsupportedError(
+                "no memory is shared with the server",
+                where=self.address,
+                expected="a server on this host, of the same user",
+                got="one that gives none" if path is None else f"{path} cannot be read here",
+                fix="Leave out shared_memory=True: rows come over HTTP.",
+            )
+        return proof
 
     # -- the head --------------------------------------------------------------------------------------
 

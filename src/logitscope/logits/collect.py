@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,8 +50,9 @@ class Collected:
 class Collector:
     """Puts the blocks of a list of requests together, each in its place, and checks that none is missing.
 
-    Values are written once: an engine that asks `buffer` for room writes them where they stay. Rows of
-    a scoring batch with equal numbers of rows lie in one block ``[batch, rows, vocab_size]``.
+    Values are written once: an engine that asks `buffer` for room writes them where they stay, and values
+    that come with a room of their own stay in it. Rows of a scoring batch with equal numbers of rows lie in
+    one block ``[batch, rows, vocab_size]``.
 
     Args:
         requests: as they were streamed.
@@ -69,7 +71,7 @@ class Collector:
     ) -> None:
         self._requests, self._identity, self._vocabulary = list(requests), identity, vocabulary
         self._head = head
-        self._even = _even(self._requests, identity)
+        self._even = even(self._requests, identity)
         self._block: NDArray[Any] | None = None
         self._open: dict[tuple[int, Stage], _Rows] = {}
         self._token_ids: dict[int, list[Ids]] = {}
@@ -152,14 +154,12 @@ class Collector:
                 self._requests[index],
                 stage,
                 identity=self._identity,
-                room=self._shared(index),
+                part=functools.partial(self._part, index) if self._even else None,
             )
         return self._open[index, stage]
 
-    def _shared(self, index: int) -> NDArray[Any] | None:
+    def _part(self, index: int) -> NDArray[Any]:
         """The request's part of the block of an even batch."""
-        if not self._even:
-            return None
         if self._block is None:
             row = kept_format(self._requests[0], "raw", self._identity)
             assert row is not None
@@ -213,14 +213,16 @@ class _Rows:
         stage: Stage,
         *,
         identity: Identity,
-        room: NDArray[Any] | None,
+        part: Callable[[], NDArray[Any]] | None,
     ) -> None:
         self.request, self.stage = request, stage
         self.capacity = request.max_rows
         self.count = 0
         self.keys = 0
         self.positions = np.empty(self.capacity, np.int64)
-        self._identity, self._room = identity, room
+        self._identity, self._part_of_block = identity, part
+        self._room: NDArray[Any] | None = None
+        self._adopted = False
         self._format = kept_format(request, stage, identity)
         self._sparse = request.select is not None and request.select.container == "sparse"
         self._dtype = dtype_of(request.value_format(stage, identity.dtype)) if self._sparse else None
@@ -236,10 +238,15 @@ class _Rows:
 
     def room(self) -> NDArray[Any]:
         """Where all the values go; untouched pages of it cost nothing."""
-        assert self._format is not None
         if self._room is None:
-            self._room = tensors.empty((self.capacity, self._format.width), self._format.dtype)
+            self._room = self._own_room()
         return self._room
+
+    def _own_room(self) -> NDArray[Any]:
+        if self._part_of_block is not None:
+            return self._part_of_block()
+        assert self._format is not None
+        return tensors.empty((self.capacity, self._format.width), self._format.dtype)
 
     def add(self, block: RowBlock) -> None:
         where = f"request {block.index}, {block.stage}"
@@ -249,7 +256,7 @@ class _Rows:
         if block.entries is not None:
             self._put_entries(block.entries, rows, where)
         elif self._format is not None:
-            self._put_values(block.values, rows, where)
+            self._put_values(block.values, rows, where, block.room)
         for field in ("summary", "hidden_states"):
             for name, array in getattr(block, field).items():
                 self._part(field, name, array, array.shape[1:], rows)[rows] = array
@@ -357,7 +364,7 @@ class _Rows:
             )
         self._entries.append(entries)
 
-    def _put_values(self, values: Any, rows: slice, where: str) -> None:
+    def _put_values(self, values: Any, rows: slice, where: str, room: NDArray[Any] | None) -> None:
         assert self._format is not None
         shape = (rows.stop - rows.start, self._format.width)
         dtype = str(values.dtype).removeprefix("torch.")
@@ -371,9 +378,16 @@ class _Rows:
         if self.request.keep_on_device:
             self._tensors.append(values)
             return
+        if self._room is None and room is not None and len(room) <= self.capacity:
+            self._room, self._adopted = room, True
         place = self.room()[rows]
-        if values.ctypes.data != place.ctypes.data:
-            place[...] = values
+        if values.ctypes.data == place.ctypes.data:
+            return
+        if self._adopted:  # what is beyond the rows that came may not be written to
+            before, self._room, self._adopted = self.room(), self._own_room(), False
+            self._room[: rows.start] = before[: rows.start]
+            place = self._room[rows]
+        place[...] = values
 
     def _put_attention(self, layer: int, array: NDArray[Any], rows: slice) -> None:
         heads, keys = array.shape[1:]
@@ -476,7 +490,7 @@ def row_blocks(result: Logits, index: int, buffer: Buffer | None = None) -> Iter
         yield block
 
 
-def _even(requests: Sequence[Request], identity: Identity) -> bool:
+def even(requests: Sequence[Request], identity: Identity) -> bool:
     """Whether the host rows of a scoring batch fill one block ``[batch, rows, vocab_size]``."""
     dense = all(
         r.select is not None and r.select.container == "dense" and not (r.keep_on_device or r.max_new_tokens)

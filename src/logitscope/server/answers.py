@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -61,7 +62,17 @@ def json_answer(content: Any) -> Response:
 
 
 class ClosingResponse(StreamingResponse):
-    """A stream that is closed when the client goes away."""
+    """A stream that is closed when the client goes away.
+
+    Args:
+        content: asynchronous pieces.
+        media_type: of them.
+        closed: is called at the end, also when the client went away before the first piece.
+    """
+
+    def __init__(self, content: Any, *, media_type: str, closed: Callable[[], None] = lambda: None) -> None:
+        super().__init__(content, media_type=media_type)
+        self._closed = closed
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Send everything, and close what it came from."""
@@ -69,7 +80,10 @@ class ClosingResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             closing: Any = self.body_iterator
-            await closing.aclose()
+            try:
+                await closing.aclose()
+            finally:
+                self._closed()
 
 
 class Pieces(io.RawIOBase):

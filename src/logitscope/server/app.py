@@ -25,11 +25,13 @@ import logitscope
 from logitscope.errors import InputError, LogitscopeError, RowsError
 from logitscope.server.answers import http_error, refusal
 from logitscope.server.bodies import JSON_TYPE, Route, openapi_body
+from logitscope.server.lending import Lender
 from logitscope.server.metrics import TEXT_TYPE, Counting, Metrics
 from logitscope.server.native import Native
 from logitscope.server.runner import Runner
 from logitscope.server.service import Service
 from logitscope.wire.errors import error_to_json
+from logitscope.wire.shared import shares_memory
 
 
 def make_app(
@@ -38,6 +40,7 @@ def make_app(
     api_key: str | None = None,
     body_bytes: int = 64 * 10**6,
     origins: Sequence[str] = (),
+    shared_memory: bool = True,
 ) -> FastAPI:
     """The application.
 
@@ -46,14 +49,22 @@ def make_app(
         api_key: that clients must send as a bearer token; None asks for none.
         body_bytes: the largest body that is read.
         origins: web pages of these origins may ask, too (CORS).
+        shared_memory: whether clients on this host may get rows through shared memory.
     """
     service = Service(runner, body_bytes)
     native, metrics = Native(service), Metrics(runner)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if shared_memory and shares_memory():
+            with contextlib.suppress(OSError):  # such as one that is read-only: rows go with the stream
+                service.lender = Lender(
+                    limit_bytes=runner.limits.segments_bytes, least_bytes=runner.limits.lent_bytes
+                )
         yield
         await run_in_threadpool(runner.close)
+        if service.lender is not None:
+            service.lender.close()
 
     app = FastAPI(
         title="logitscope",

@@ -37,6 +37,7 @@ from logitscope.server.text import TextSoFar
 from logitscope.wire import MEDIA_TYPE, request_from_json, select_from_json, summary_from_json
 from logitscope.wire.errors import error_to_json
 from logitscope.wire.results import ArrayForm, logits_to_json
+from logitscope.wire.shared import PROOF_HEADER
 
 HEAD_TYPE = "application/octet-stream"
 
@@ -63,7 +64,7 @@ class Native:
 
     async def health(self, request: HttpRequest) -> Response:
         """Whether it lives, and how much it has to do."""
-        runner = self.service.runner
+        runner, lender = self.service.runner, self.service.lender
         return JSONResponse(
             {
                 "status": "ok",
@@ -71,6 +72,8 @@ class Native:
                 "buffered_bytes": runner.buffered_bytes,
                 "served_sequences": runner.served,
                 "refused_calls": runner.refused,
+                "segments": 0 if lender is None else len(lender.pool),
+                "segments_bytes": 0 if lender is None else lender.pool.reserved_bytes,
             }
         )
 
@@ -84,6 +87,7 @@ class Native:
                 "identity": dataclasses.asdict(engine.identity),
                 "capabilities": dataclasses.asdict(engine.capabilities),
                 "context_length": engine.context_length,
+                "shared_memory": None if self.service.lender is None else self.service.lender.proof_path,
                 "head": None if engine.head is None or not engine.capabilities.hidden else engine.head.hash,
                 "tokenizer": None
                 if tokenizer is None
@@ -100,7 +104,8 @@ class Native:
     async def rows(self, request: HttpRequest) -> Response:
         """Requests of the wire, answered with their blocks and ends."""
         body = await self.service.body(request, RowsBody)
-        return self.service.stream([request_from_json(one) for one in body.requests])
+        requests = [request_from_json(one) for one in body.requests]
+        return self.service.stream(requests, proof=request.headers.get(PROOF_HEADER))
 
     async def logits(self, request: HttpRequest) -> Response:
         """Rows ``0 … L-1`` of prompts."""

@@ -15,6 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
+from logitscope.encodings import kept_format
 from logitscope.engines.base import Engine
 from logitscope.engines.memory import human
 from logitscope.errors import (
@@ -24,9 +28,11 @@ from logitscope.errors import (
     LogitscopeError,
     MemoryLimitError,
 )
-from logitscope.rows import End, Request, RowBlock, Stream
+from logitscope.rows import End, Request, RowBlock, Stage, Stream
+from logitscope.server.lending import Lent
 
 _SLICE_S = 0.05
+_LOOK_S = 0.005
 _JOINING_TOKENS = 512
 
 Item: TypeAlias = "RowBlock | End | LogitscopeError"
@@ -43,6 +49,8 @@ class Limits:
         ahead_bytes: that a larger call may run ahead of its client.
         call_sequences: of one call.
         call_tokens: of one call, prompts and new ones.
+        lent_bytes: of a sequence's rows, from which they go through shared memory to a client on this host.
+        segments_bytes: that all shared memory together may have; None is half of what is free at the start.
     """
 
     waiting_sequences: int = 4096
@@ -51,6 +59,8 @@ class Limits:
     ahead_bytes: int = 32 * 2**20
     call_sequences: int = 1024
     call_tokens: int = 4 * 2**20
+    lent_bytes: int = 1 << 20
+    segments_bytes: int | None = None
 
 
 class Call:
@@ -60,10 +70,17 @@ class Call:
         requests: checked by the engine.
         size_bytes: of all their rows, as estimated.
         give: is called in the runner's thread with each block, end and error.
+        lent: shared memory that rows are written to; None for a client that reads them from the stream.
     """
 
-    def __init__(self, requests: Sequence[Request], size_bytes: int, give: Callable[[Item], None]) -> None:
-        self.requests, self.size_bytes, self.give = list(requests), size_bytes, give
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        size_bytes: int,
+        give: Callable[[Item], None],
+        lent: Lent | None = None,
+    ) -> None:
+        self.requests, self.size_bytes, self.give, self.lent = list(requests), size_bytes, give, lent
         self.given_bytes = self.taken_bytes = 0
         self.ended = 0
         self.gone = False
@@ -71,7 +88,8 @@ class Call:
     @property
     def waiting_bytes(self) -> int:
         """Given and not taken yet."""
-        return self.given_bytes - self.taken_bytes
+        taken = self.taken_bytes + (0 if self.lent is None else self.lent.taken_bytes)
+        return self.given_bytes - taken
 
     @property
     def done(self) -> bool:
@@ -83,12 +101,16 @@ class _Running:
     """A stream of the engine and the calls that it serves."""
 
     def __init__(self, engine: Engine, calls: Sequence[Call], *, shared: bool) -> None:
-        self.calls, self.shared = list(calls), shared
+        self.calls, self.shared, self.identity = list(calls), shared, engine.identity
         self.places = [(call, i) for call in calls for i in range(len(call.requests))]
         self.joining: collections.deque[Call] = collections.deque()
         self.open = shared and engine.joins and bool(calls[0].requests[0].max_new_tokens)
+        # Rows of a generation that others join are few a step, and sequences may end without a word.
+        self.lends = not self.open and any(call.lent is not None for call in calls)
         self.stream: Stream = engine.stream(
-            [call.requests[i] for call, i in self.places], joining=self if self.open else None
+            [call.requests[i] for call, i in self.places],
+            buffer=self._room if self.lends else None,
+            joining=self if self.open else None,
         )
 
     def arrivals(self, room: int) -> list[Request]:
@@ -120,6 +142,16 @@ class _Running:
         """Whether somebody still waits for it."""
         return any(not call.done for call in (*self.calls, *self.joining))
 
+    def _room(self, index: int, stage: Stage, first: int, rows: int) -> NDArray[Any]:
+        """Where the engine writes values: into shared memory, or else into an array of their own."""
+        call, i = self.places[index]
+        found = None if call.lent is None else call.lent.room(i, stage, first, rows)
+        if found is None:
+            row = kept_format(call.requests[i], stage, self.identity)
+            assert row is not None
+            return np.empty((rows, row.width), row.dtype)
+        return found
+
     def request(self, item: RowBlock | End) -> Request:
         """Which one an item belongs to."""
         call, index = self.places[item.index]
@@ -131,6 +163,8 @@ class _Running:
         if item is None:
             return None
         call, index = self.places[item.index]
+        if isinstance(item, End) and call.lent is not None:
+            call.lent.written(index)
         if not call.gone:
             call.given_bytes += item_bytes(item)
             call.ended += isinstance(item, End)
@@ -139,6 +173,7 @@ class _Running:
 
     def finish(self) -> list[Call]:
         """The stream has ended: who is not done gets nothing more; who waited to join may be run now."""
+        self.stop_writing()
         for call in self.calls:
             if not call.done:
                 call.ended = len(call.requests)
@@ -147,16 +182,30 @@ class _Running:
 
     def fail(self, error: LogitscopeError) -> list[Call]:
         """Give the error to those who have rows already, or are alone; the others may be run again."""
+        self.stop_writing()
         again = [call for call in self.joining if not call.gone]
         for call in self.calls:
             if call.done:
                 continue
             if len(self.calls) > 1 and not call.given_bytes and not call.ended:
+                if call.lent is not None:
+                    call.lent.reset()
                 again.append(call)
                 continue
             call.ended = len(call.requests)
             call.give(error)
         return again
+
+    def close(self) -> None:
+        """Abort the stream."""
+        self.stream.close()  # type: ignore[attr-defined]
+        self.stop_writing()
+
+    def stop_writing(self) -> None:
+        """The engine writes to no shared memory any more."""
+        for call in self.calls:
+            if call.lent is not None:
+                call.lent.written()
 
 
 class Runner:
@@ -180,7 +229,9 @@ class Runner:
 
     # -- for clients' threads --------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request], give: Callable[[Item], None]) -> Call:
+    def submit(
+        self, requests: Sequence[Request], give: Callable[[Item], None], lent: Lent | None = None
+    ) -> Call:
         """Queue sequences.
 
         Raises:
@@ -189,7 +240,7 @@ class Runner:
             EngineClosedError: the server ends.
         """
         size = self.engine.estimate(requests).result_bytes
-        call = Call(requests, size, give)
+        call = Call(requests, size, give, lent)
         with self._changed:
             self._check(call)
             self._waiting.append(call)
@@ -311,7 +362,8 @@ class Runner:
                     break
                 if self._closing and not self._running:
                     return False
-                self._changed.wait()
+                # What a client takes from shared memory, nobody tells us.
+                self._changed.wait(_LOOK_S if any(r.lends for r in self._running) else None)
             shared = [call for call in self._waiting if not call.gone and self._shares(call)]
             alone = [
                 call for call in (*self._alone, *self._waiting) if not call.gone and not self._shares(call)
@@ -385,7 +437,7 @@ class Runner:
     def _drop_unwanted(self) -> None:
         for running in [r for r in self._running if not r.needed]:
             self._running.remove(running)
-            running.stream.close()  # type: ignore[attr-defined]
+            running.close()
 
 
 def _named(error: BaseException) -> LogitscopeError:

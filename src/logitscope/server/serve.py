@@ -25,6 +25,7 @@ def serve(
     limits: Limits | None = None,
     body_bytes: int = 64 * 10**6,
     origins: Sequence[str] = (),
+    shared_memory: bool = True,
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Serve an engine until the process is told to end: then what runs is finished, the rest is refused.
@@ -37,6 +38,7 @@ def serve(
         limits: what is taken on.
         body_bytes: the largest body that is read.
         origins: web pages of these origins may ask, too (CORS).
+        shared_memory: whether clients on this host may get rows through shared memory.
         ready: is called with the address, as soon as it is taken.
 
     Raises:
@@ -47,7 +49,13 @@ def serve(
         name = f"[{host}]" if ":" in host else host
         ready(f"http://{name}:{listening.getsockname()[1]}")
         config = uvicorn.Config(
-            make_app(Runner(engine, limits), api_key=api_key, body_bytes=body_bytes, origins=origins),
+            make_app(
+                Runner(engine, limits),
+                api_key=api_key,
+                body_bytes=body_bytes,
+                origins=origins,
+                shared_memory=shared_memory,
+            ),
             log_level="warning",
             timeout_graceful_shutdown=_ENDING_S,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from logitscope.errors import InputError, LogitscopeError, MemoryLimitError, Opt
 from logitscope.logits.collect import Collected, Collector
 from logitscope.rows import End, Request, RowBlock
 from logitscope.server.answers import ClosingResponse, Pieces
+from logitscope.server.lending import Lender, Lent, wrong_proof
 from logitscope.server.runner import Call, Item, Runner, item_bytes
 from logitscope.wire import MEDIA_TYPE, RowWriter
 
@@ -32,10 +34,14 @@ class Service:
     Args:
         runner: of the engine.
         body_bytes: the largest body that is read.
+
+    Attributes:
+        lender: of shared memory, while the server runs; None where there is none.
     """
 
     def __init__(self, runner: Runner, body_bytes: int) -> None:
         self.runner, self.engine, self.body_bytes = runner, runner.engine, body_bytes
+        self.lender: Lender | None = None
         self._reading = threading.Lock()  # tokenizers change their state while they read a text
 
     @property
@@ -71,7 +77,9 @@ class Service:
 
         return await run_in_threadpool(locked)
 
-    def submitted(self, requests: Sequence[Request]) -> tuple[Call, asyncio.Queue[Item]]:
+    def submitted(
+        self, requests: Sequence[Request], lent: Lent | None = None
+    ) -> tuple[Call, asyncio.Queue[Item]]:
         """Requests in the runner's hands, and where their items will come.
 
         Raises:
@@ -84,7 +92,7 @@ class Service:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
-        return self.runner.submit(requests, give), queue
+        return self.runner.submit(requests, give, lent), queue
 
     async def items(self, call: Call, queue: asyncio.Queue[Item]) -> AsyncGenerator[RowBlock | End, None]:
         """Blocks and ends of submitted requests, until all have ended; closing it aborts."""
@@ -94,8 +102,11 @@ class Service:
                 item = await queue.get()
                 if isinstance(item, LogitscopeError):
                     raise item
+                size = item_bytes(item)
+                if isinstance(item, RowBlock) and call.lent is not None and call.lent.holds(item):
+                    size -= item.values.nbytes  # which its reader takes from where they lie
                 yield item
-                self.runner.taken(call, item_bytes(item))
+                self.runner.taken(call, size)
                 ends += isinstance(item, End)
         finally:
             self.runner.leave(call)
@@ -121,10 +132,21 @@ class Service:
         engine = self.engine
         return Collector(requests, identity=engine.identity, vocabulary=engine.tokenizer, head=engine.head)
 
-    def stream(self, requests: Sequence[Request]) -> Response:
-        """Every block and end of requests, as an Arrow stream."""
-        call, queue = self.submitted(requests)
-        return ClosingResponse(self._pieces(call, queue), media_type=MEDIA_TYPE)
+    def stream(self, requests: Sequence[Request], *, proof: str | None = None) -> Response:
+        """Every block and end of requests, as an Arrow stream.
+
+        Args:
+            requests: to answer.
+            proof: that the client is on this host: large values then go through shared memory.
+
+        Raises:
+            InputError: it is none.
+            BusyError, MemoryLimitError, EngineClosedError: the requests are not taken on.
+        """
+        lent = None if proof is None else self._lent(requests, proof)
+        call, queue = self.submitted(requests, lent)
+        pieces = self._pieces(call, queue)
+        return ClosingResponse(pieces, media_type=MEDIA_TYPE, closed=functools.partial(self._left, call))
 
     async def _leave_with(self, http: HttpRequest, call: Call, queue: asyncio.Queue[Item]) -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -132,9 +154,22 @@ class Service:
         self.runner.leave(call)
         queue.put_nowait(InputError("the client went away", where=http.url.path))
 
+    def _lent(self, requests: Sequence[Request], proof: str) -> Lent:
+        if self.lender is None:
+            raise wrong_proof()
+        self.lender.check(proof)
+        return self.lender.lent(requests, self.engine.identity)
+
+    def _left(self, call: Call) -> None:
+        """Nobody waits for a call any more."""
+        self.runner.leave(call)
+        if call.lent is not None:
+            call.lent.leave()
+
     async def _pieces(self, call: Call, queue: asyncio.Queue[Item]) -> AsyncIterator[memoryview]:
-        sink = Pieces()
-        writer = RowWriter(sink, self.engine.identity, call.requests)  # type: ignore[arg-type]
+        sink: Any = Pieces()
+        loan = None if call.lent is None else call.lent.loan
+        writer = RowWriter(sink, self.engine.identity, call.requests, loan=loan)
         try:
             async with contextlib.aclosing(self.items(call, queue)) as items:
                 async for item in items:
@@ -146,6 +181,10 @@ class Service:
             writer.fail(error)
         for piece in sink.taken():
             yield piece
+        wait_s = 0.0005
+        while call.lent is not None and call.lent.waiting:  # the client has not come to its tickets yet
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, 0.02)
 
     async def _bytes(self, request: HttpRequest) -> bytes:
         stated = request.headers.get("content-length", "")

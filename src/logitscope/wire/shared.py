@@ -2,14 +2,18 @@
 
 A segment is a file in shared memory that begins with a page that says who uses it. The owner takes one from
 its `Pool`, writes, and sends a `Ticket`; the reader attaches it, and when its last array is gone the
-segment is free again, pages and all: fresh ones cost more than the copy. A ticket that nobody needs is
-given back with `release`; segments of processes that are gone are removed by `sweep`.
+segment is free again, pages and all: fresh ones cost more than the copy. A reader holds a lock of its file
+(``flock``) as long as it has arrays; the system lets go of it when the reader is killed. A ticket that nobody
+needs is given back with `release`; segments of processes that are gone are removed by `sweep`.
+
+Whether two processes are on one host is shown by a `Proof`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
 import math
 import mmap
 import os
@@ -17,9 +21,9 @@ import re
 import secrets
 import shutil
 import struct
+import sys
 import tempfile
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,9 @@ from numpy.typing import DTypeLike, NDArray
 
 from logitscope.errors import FileFormatError, OutOfMemoryError
 
+PROOF_HEADER = "Logitscope-Proof"
+"""Under which a client shows the secret of a server's `Proof`."""
+
 PAGE_BYTES = 4096
 """Before the data of a segment: magic and state."""
 
@@ -35,10 +42,13 @@ _MAGIC = b"LSSEG\x00\x00\x01"
 _HELD, _LENT, _READ, _FREE = range(4)
 _STATE = struct.Struct("<8sII")  # magic, which use of the segment it is, state
 _USE_AT = len(_MAGIC)
-_NAME = re.compile(r"logitscope-(\d+)-(\d+)-[0-9a-f]{16}\.(?:segment|head)")
+_DONE = struct.Struct("<Q")  # bytes of data that the reader is done with
+_DONE_AT = _STATE.size
+_NAME = re.compile(r"logitscope-(\d+)-(\d+)-[0-9a-f]{16}\.(segment|head|proof)")
 _SHM = Path("/dev/shm")
 _KEPT_BYTES = 1 << 30
 _STEP_BYTES = 1 << 22
+_SECRET_BYTES = 32
 
 
 def folders() -> list[Path]:
@@ -68,12 +78,17 @@ class Segment:
         path: of its file.
         capacity: bytes of data that it may hold.
         use: counts how often it was taken.
+        writing: whether this process still writes to it, though it may be lent: until then it is not free.
     """
 
-    def __init__(self, path: Path, capacity: int) -> None:
+    def __init__(
+        self, path: Path, capacity: int, allow: Callable[[int], None] = lambda size_bytes: None
+    ) -> None:
         self.path, self.capacity = path, capacity
+        self._allow = allow
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._reserved = self.use = 0
+        self.writing = False
         try:
             os.ftruncate(self._file, PAGE_BYTES + capacity)
             self._map = mmap.mmap(self._file, PAGE_BYTES + capacity)
@@ -88,7 +103,7 @@ class Segment:
         """Writable memory from byte ``first`` of the data on; what lies before it stays.
 
         Raises:
-            OutOfMemoryError: beyond the capacity, or shared memory is full.
+            OutOfMemoryError: beyond the capacity or the pool's limit, or shared memory is full.
         """
         kind = np.dtype(dtype)
         last = first + math.prod(shape) * kind.itemsize
@@ -100,17 +115,26 @@ class Segment:
         return np.ndarray(tuple(shape), kind, self._map, PAGE_BYTES + first)
 
     def lend(self, size: int) -> Ticket:
-        """Give the first ``size`` bytes to a reader, who frees the segment."""
+        """Give the first ``size`` bytes to a reader; what is written later, it sees if it attaches live."""
         self._set(_LENT)
         return Ticket(str(self.path), size, self.use)
 
     def take_back(self) -> None:
-        """It was not sent: free for the next request."""
-        self._set(_FREE)
+        """Nobody shall attach it any more: free, or once the reader that has it lets go."""
+        if self.held:
+            self._set(_FREE)
+        elif self.lent and _lock(self._file):
+            self._set(_FREE)
+            _unlock(self._file)
 
     @property
     def free(self) -> bool:
         """Whether nobody uses it."""
+        if self.writing:
+            return False
+        if self._state == _READ and _lock(self._file):
+            _unlock(self._file)
+            return True
         return self._state == _FREE
 
     @property
@@ -118,10 +142,26 @@ class Segment:
         """Whether it was taken and not lent or given back yet."""
         return self._state == _HELD
 
+    @property
+    def lent(self) -> bool:
+        """Whether a ticket is out that nobody has attached yet."""
+        return self._state == _LENT
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes of the data that the reader of this use is done with."""
+        return int(_DONE.unpack_from(self._map, _DONE_AT)[0])
+
+    @property
+    def named(self) -> bool:
+        """Whether its file can still be found: others may clear shared memory."""
+        return os.fstat(self._file).st_nlink > 0
+
     def hold(self) -> None:
         """It is written to from now on; tickets from before are void."""
         self.use += 1
         self._set(_HELD)
+        _DONE.pack_into(self._map, _DONE_AT, 0)
 
     @property
     def reserved_bytes(self) -> int:
@@ -147,6 +187,7 @@ class Segment:
         if last <= self._reserved:
             return
         step = min(max(last, self._reserved + _STEP_BYTES), self.capacity)
+        self._allow(step - self._reserved)
         try:
             os.posix_fallocate(self._file, PAGE_BYTES + self._reserved, step - self._reserved)
         except OSError as error:
@@ -165,11 +206,14 @@ class Pool:
     Args:
         limit_bytes: that all segments together may have; None is half of what shared memory has free now.
         kept_bytes: free ones beyond so many are removed.
+        most: segments that there may be; each is an open file here and at its reader.
     """
 
-    def __init__(self, *, limit_bytes: int | None = None, kept_bytes: int = _KEPT_BYTES) -> None:
+    def __init__(
+        self, *, limit_bytes: int | None = None, kept_bytes: int = _KEPT_BYTES, most: int = 10_000
+    ) -> None:
         self._limit = shutil.disk_usage(folders()[0]).free // 2 if limit_bytes is None else limit_bytes
-        self._kept = kept_bytes
+        self._kept, self._most = kept_bytes, most
         self._segments: list[Segment] = []
 
     def take(self, capacity: int) -> Segment:
@@ -181,33 +225,46 @@ class Pool:
         free = sorted((s for s in self._segments if s.free), key=lambda s: s.capacity)
         for segment in free:
             # One that is much too large would be kept from those that need it.
-            if capacity <= segment.capacity <= max(4 * capacity, _STEP_BYTES):
+            if segment.named and capacity <= segment.capacity <= max(4 * capacity, _STEP_BYTES):
                 segment.hold()
                 return segment
-        self._trim(free)
-        held = sum(segment.reserved_bytes for segment in self._segments)
-        if held + capacity > self._limit:
-            raise OutOfMemoryError(
-                "all shared memory is in use",
-                expected=f"at most {self._limit:,} bytes",
-                got=f"{held:,} held, {capacity:,} asked",
-                fix="Let go of results.",
-            )
+        self._trim(free, capacity)
+        self._allow(capacity)
+        if len(self) >= self._most:
+            raise OutOfMemoryError("all segments are in use", expected=f"at most {self._most}")
         return self._new(capacity)
 
     def __len__(self) -> int:
         return len(self._segments)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Memory of all segments, in use or free."""
+        return sum(segment.reserved_bytes for segment in self._segments)
 
     def close(self) -> None:
         """Remove every segment; readers keep what they attached."""
         while self._segments:
             self._segments.pop().remove()
 
+    def _allow(self, more_bytes: int) -> None:
+        """Refuse memory beyond the limit that free segments do not make way for."""
+        if self.reserved_bytes + more_bytes > self._limit:
+            self._trim([segment for segment in self._segments if segment.free], more_bytes)
+        held = self.reserved_bytes
+        if held + more_bytes > self._limit:
+            raise OutOfMemoryError(
+                "all shared memory is in use",
+                expected=f"at most {self._limit:,} bytes",
+                got=f"{held:,} held, {more_bytes:,} asked",
+                fix="Let go of results.",
+            )
+
     def _new(self, capacity: int) -> Segment:
         failed: OSError | None = None
         for folder in folders():
             try:
-                segment = Segment(folder / own_name(secrets.token_hex(8), "segment"), capacity)
+                segment = Segment(folder / own_name(secrets.token_hex(8), "segment"), capacity, self._allow)
             except OSError as error:
                 failed = error
                 continue
@@ -217,18 +274,20 @@ class Pool:
             "no shared memory", where=", ".join(map(str, folders())), got=f"{capacity:,} bytes asked"
         ) from failed
 
-    def _trim(self, free: list[Segment]) -> None:
+    def _trim(self, free: Sequence[Segment], more_bytes: int) -> None:
+        """Remove free segments that are too many, or in the way of more."""
         kept = 0
         for segment in free:
             kept += segment.reserved_bytes
-            if kept > self._kept:
+            crowded = len(self) >= self._most or self.reserved_bytes + more_bytes > self._limit
+            if kept > self._kept or crowded or not segment.named:
                 self._segments.remove(segment)
                 segment.remove()
 
 
 @dataclasses.dataclass(frozen=True)
 class Attached:
-    """A segment of another process, read here. Its arrays are views of one copy-on-write memory map.
+    """A segment of another process, read here. Its arrays are views of one memory map.
 
     Attributes:
         size: bytes of data.
@@ -249,37 +308,100 @@ class Attached:
             raise FileFormatError("an array outside its segment", expected=f"{self.size:,} bytes", got=first)
         return np.frombuffer(self._map, kind, count, PAGE_BYTES + first).reshape(tuple(shape))
 
+    def done(self, size: int) -> None:
+        """Tell the owner of a live segment that its first ``size`` bytes were taken."""
+        _DONE.pack_into(self._map, _DONE_AT, size)
 
-def attach(ticket: Ticket) -> Attached:
-    """Read a segment that was lent; the last array that goes frees it.
+
+def attach(ticket: Ticket, *, live: bool = False) -> Attached:
+    """Read a segment that was lent; it is free again when the last array is gone.
+
+    Args:
+        ticket: for one use.
+        live: the owner still writes, and its later rows are to be seen here. Memory is then the same on
+            both sides; without it, what is written here stays here (copy-on-write).
 
     Raises:
         FileFormatError: no such segment, a smaller one, or one that was taken back.
     """
     where = ticket.path
     with _opened(where) as file:
+        # The map has the open file of its own that holds the lock on, until the last array is gone.
+        locked = _lock(file)
         try:
-            # Copy-on-write: results are the reader's own to write to, and never change the segment.
-            pages = mmap.mmap(file, PAGE_BYTES + ticket.size, flags=mmap.MAP_PRIVATE)
+            flags = mmap.MAP_SHARED if live else mmap.MAP_PRIVATE
+            pages = mmap.mmap(file, PAGE_BYTES + ticket.size, flags=flags)
         except (ValueError, OSError) as error:
             raise FileFormatError("a segment that is too small", where=where, expected=ticket.size) from error
         magic, use, state = _STATE.unpack(os.pread(file, _STATE.size, 0))
         if magic != _MAGIC:
             raise FileFormatError("no segment", where=where)
-        if (use, state) != (ticket.use, _LENT):
+        if not locked or (use, state) != (ticket.use, _LENT):
             raise FileFormatError(
                 "the ticket is void", where=where, expected="to be used once, before it is released"
             )
         os.pwrite(file, struct.pack("<II", use, _READ), _USE_AT)
-    weakref.finalize(pages, _give_back, ticket)
     return Attached(ticket.size, pages)
 
 
 def release(ticket: Ticket) -> None:
     """Give back a segment that was lent and that nobody will attach."""
     with contextlib.suppress(FileFormatError), _opened(ticket.path) as file:
-        if os.pread(file, _STATE.size, 0) == _STATE.pack(_MAGIC, ticket.use, _LENT):
+        if _lock(file) and os.pread(file, _STATE.size, 0) == _STATE.pack(_MAGIC, ticket.use, _LENT):
             os.pwrite(file, struct.pack("<II", ticket.use, _FREE), _USE_AT)
+
+
+class Proof:
+    """A file in shared memory with a secret: who knows it is on this host, and of this user.
+
+    Attributes:
+        path: of the file, which others may be told.
+    """
+
+    def __init__(self) -> None:
+        self.path = folders()[0] / own_name(secrets.token_hex(8), "proof")
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(file, self._secret)
+        finally:
+            os.close(file)
+
+    def holds(self, shown: str) -> bool:
+        """Whether that is the secret, in hexadecimal digits."""
+        return hmac.compare_digest(shown.encode(), self._secret.hex().encode())
+
+    def remove(self) -> None:
+        """Nobody can prove anything by it any more."""
+        self.path.unlink(missing_ok=True)
+
+
+def shown_proof(path: str) -> str | None:
+    """The secret of a `Proof` that lies there, in hexadecimal digits; None where it is not on this host."""
+    if not is_own(path, "proof"):
+        return None
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        # Another user's would let that user cut off memory that is in use here.
+        ours = os.fstat(file).st_uid == os.geteuid()
+        secret = os.read(file, _SECRET_BYTES + 1)
+    finally:
+        os.close(file)
+    return secret.hex() if ours and len(secret) == _SECRET_BYTES else None
+
+
+def shares_memory() -> bool:
+    """Whether processes of this system can have memory in common as it is done here."""
+    return sys.platform == "linux" and _SHM.is_dir()
+
+
+def is_own(path: str, suffix: str) -> bool:
+    """Whether a path that another process gave is that of such a file, and nothing else."""
+    match = _NAME.fullmatch(Path(path).name)
+    return match is not None and match[3] == suffix and Path(path).parent in folders()
 
 
 def sweep() -> list[str]:
@@ -298,7 +420,7 @@ def own_name(token: str, suffix: str) -> str:
 
     Args:
         token: 16 hexadecimal digits.
-        suffix: ``segment`` or ``head``.
+        suffix: ``segment``, ``head`` or ``proof``.
     """
     return f"logitscope-{os.getpid()}-{_started(os.getpid())}-{token}.{suffix}"
 
@@ -317,16 +439,27 @@ def _named() -> Iterator[tuple[Path, int, int]]:
                 yield path, int(match[1]), int(match[2])
 
 
-def _give_back(ticket: Ticket) -> None:
-    """Mark a segment free; its owner may be gone, and the segment with it."""
-    with contextlib.suppress(FileFormatError), _opened(ticket.path) as file:
-        os.pwrite(file, struct.pack("<II", ticket.use, _FREE), _USE_AT)
+def _lock(file: int) -> bool:
+    """Take the lock of a segment's open file; False when another one has it."""
+    import fcntl  # which Windows lacks, as it does segments
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlock(file: int) -> None:
+    import fcntl
+
+    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[int]:
     try:
-        file = os.open(path, os.O_RDWR)
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError as error:
         raise FileFormatError(
             "the shared memory is gone", where=path, fix="The process that wrote it has ended."

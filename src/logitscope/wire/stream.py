@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -36,6 +36,7 @@ from logitscope.rows import (
     Verification,
 )
 from logitscope.wire.errors import error_from_json, error_to_json
+from logitscope.wire.loans import Borrowed, Loan, loan_facts
 from logitscope.wire.requests import request_from_json, request_to_json
 
 FORMAT = "logitscope.rows"
@@ -58,9 +59,18 @@ class RowWriter:
         sink: anything with ``write``.
         identity: what made the rows.
         requests: that are answered.
+        loan: says where a block's values lie in shared memory; they are not written then.
     """
 
-    def __init__(self, sink: BinaryIO, identity: Identity, requests: Sequence[Request]) -> None:
+    def __init__(
+        self,
+        sink: BinaryIO,
+        identity: Identity,
+        requests: Sequence[Request],
+        *,
+        loan: Callable[[RowBlock], Loan | None] | None = None,
+    ) -> None:
+        self._loan = loan
         self._schema = _schema(identity, requests)
         self._writer = pa.ipc.new_stream(sink, self._schema)
         self._blocks, self._ends = 0, 0
@@ -96,6 +106,10 @@ class RowWriter:
             "position": pa.array(block.positions),
             **{name: pa.array(array) for name, array in block.summary.items()},
         }
+        loan = None if self._loan is None else self._loan(block)
+        shared = None if loan is None else loan_facts(block, loan)
+        if shared is not None:
+            block = dataclasses.replace(block, values=None)
         parts = _parts(block)
         widths = {name: np.full(len(block), array[:1].nbytes) for name, array in parts.items()}
         own: dict[str, NDArray[Any]] = {}
@@ -119,6 +133,7 @@ class RowWriter:
                 name: [str(array.dtype), None if name in own else list(array.shape[1:])]
                 for name, array in parts.items()
             },
+            **({} if shared is None else {"shared": shared}),
             "xxh3": _checksum(block),
         }
         batch = pa.record_batch(arrays, schema=self._schema)
@@ -146,6 +161,7 @@ class RowReader:
         source: a binary file, or bytes.
         writable: whether blocks may be written to; the source is then a file with ``readinto``, read into
             fresh memory.
+        shared: whether values may lie in shared memory; they are views of it then.
 
     Attributes:
         identity: what made the rows.
@@ -156,8 +172,9 @@ class RowReader:
         IncompleteError: while iterating: it was cut.
     """
 
-    def __init__(self, source: Any, *, writable: bool = False) -> None:
+    def __init__(self, source: Any, *, writable: bool = False, shared: bool = False) -> None:
         self._writable = writable
+        self._borrowed = Borrowed() if shared else None
         with _named_errors():
             self._reader = pa.ipc.open_stream(_OwnMemory(source) if writable else source)
             facts = _facts(self._reader.schema.metadata)
@@ -193,13 +210,21 @@ class RowReader:
                             got=f"{blocks} and {ends}",
                         )
                     return
-                item = (
-                    _end(facts["end"])
-                    if facts["kind"] == "end"
-                    else _block(batch, facts, writable=self._writable)
-                )
+                item = _end(facts["end"]) if facts["kind"] == "end" else self._block(batch, facts)
             blocks, ends = blocks + isinstance(item, RowBlock), ends + isinstance(item, End)
             yield item
+            if self._borrowed is not None:
+                self._borrowed.taken(item)
+
+    def _block(self, batch: Any, facts: dict[str, Any]) -> RowBlock:
+        block = _block(batch, facts, writable=self._writable)
+        if "shared" in facts:
+            if self._borrowed is None:
+                raise FileFormatError(
+                    "values lie in another process's memory", expected="values in the stream"
+                )
+            self._borrowed.fill(block, facts["shared"])
+        return block
 
     def _next(self) -> tuple[Any, dict[str, Any]] | None:
         try:
