@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pathlib
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hypothesis.extra.numpy as arrays
@@ -235,3 +236,47 @@ def test_a_broken_library_says_so_itself(tmp_path: pathlib.Path, monkeypatch: py
     with pytest.raises(ModuleNotFoundError, match="a_part_that_is_missing") as caught:
         tensors.require("a_broken_library")
     assert not isinstance(caught.value, MissingDependencyError)
+
+
+# -- memory that is used again -----------------------------------------------------------------------------
+
+
+def test_large_memory_is_used_again_and_only_when_nothing_sees_it() -> None:
+    size = 8 * 2**20
+    one = tensors.empty((size,), np.uint8)
+    one[:] = 7
+    address, part = one.ctypes.data, one[3:5]
+    assert address % (2 * 2**20) == 0
+    del one
+    other = tensors.empty((size,), np.uint8)
+    assert other.ctypes.data != address
+    other[:] = 8
+    assert part.tolist() == [7, 7]
+    del part
+    again = tensors.empty((size // 4,), np.float32)
+    assert again.ctypes.data == address
+    again[:] = 0
+    assert (other == 8).all()
+
+
+def test_kept_memory_is_bounded_and_given_up_for_what_is_larger() -> None:
+    pages = tensors._Pages(kept_bytes=32 * 2**20)
+    arrays = [pages.array(size * 2**20) for size in (8, 8, 8, 8, 40)]
+    del arrays
+    gc.collect()
+    assert 0 < sum(map(len, pages._free)) <= 32 * 2**20
+    kept = len(pages._free)
+    small = pages.array(2 * 2**20)
+    assert len(pages._free) == kept, "memory that is much too large is left for others"
+    del small
+
+
+def test_memory_is_used_again_by_many_threads() -> None:
+    def work(seed: int) -> None:
+        for i in range(30):
+            array = tensors.empty((5 * 2**20 + seed,), np.uint8)
+            array[::4096] = seed
+            assert (array[::4096] == seed).all(), i
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, range(6)))
