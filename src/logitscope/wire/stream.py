@@ -22,6 +22,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from logitscope import tensors
 from logitscope.encodings import dtype_of
 from logitscope.errors import FileFormatError, IncompleteError, LogitscopeError, UnsupportedError
 from logitscope.rows import (
@@ -253,17 +254,14 @@ class _OwnMemory:
 
     def read_buffer(self, size: int) -> Any:
         """So many bytes, or those that are left, as an Arrow buffer of their own."""
-        room = pa.allocate_buffer(size, resizable=True)
-        view, done = memoryview(room).cast("B"), 0
+        room = tensors.empty((size,), np.uint8)
+        view, done = memoryview(room), 0
         while done < size:
             count = self._file.readinto(view[done : done + _PIECE_BYTES])
             if not count:
                 break
             done += count
-        view.release()
-        if done < size:
-            room.resize(done)
-        return room
+        return pa.py_buffer(room[:done])
 
     def close(self) -> None:
         """Nothing: the file is its owner's."""
