@@ -58,6 +58,10 @@ ROUTES = {
     "/metrics": "GET",
     "/vocabulary": "GET",
     "/heads/{name}": "GET",
+    "/v1/completions": "POST",
+    "/v1/chat/completions": "POST",
+    "/v1/models": "GET",
+    "/v1/models/{name}": "GET",
 }
 
 
@@ -66,6 +70,8 @@ def test_any_body_gets_an_answer_that_is_described(described: Any, path: str) ->
     @given(case=described[path][ROUTES[path]].as_strategy())
     @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     def check(case: Any) -> None:
+        if isinstance(case.body, dict) and "model" in case.body:
+            case.body["model"] = "fake"  # or the rest is never looked at
         case.call_and_validate(checks=CHECKS, timeout=60)
 
     check()

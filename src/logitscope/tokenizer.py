@@ -129,6 +129,13 @@ class Tokenizer:
             for i in (int(i) for i in token_ids)
         ]
 
+    def token_bytes(self, token_ids: Sequence[int] | NDArray[Any]) -> list[bytes | None]:
+        """Bytes of each id by itself, half characters as they are; None for an id without a token.
+
+        Those of a run of ids, put together, are the UTF-8 text of the run, special tokens included.
+        """
+        return [self._token_bytes.get(int(i)) for i in token_ids]
+
     def __len__(self) -> int:
         return len(self.wrapped)
 

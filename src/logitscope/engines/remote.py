@@ -180,7 +180,7 @@ class RemoteTokenizer:
     def __init__(self, client: Client, facts: Mapping[str, Any]) -> None:
         self._client = client
         self._fetching = threading.Lock()
-        self._vocabulary: list[str] | None = None
+        self._fetched: Any = None
         self._size = int(facts["size"])
         self.hash = str(facts["hash"])
         self.eos_token_id = facts["eos_token_id"]
@@ -230,11 +230,23 @@ class RemoteTokenizer:
 
     def pieces(self, token_ids: Sequence[int] | NDArray[Any]) -> list[str]:
         """Text of each id by itself."""
+        pieces = self._vocabulary()["pieces"]
+        return [str(pieces[int(i)]) for i in token_ids]
+
+    def token_bytes(self, token_ids: Sequence[int] | NDArray[Any]) -> list[bytes | None]:
+        """Bytes of each id by itself; None for an id without a token."""
+        vocabulary = self._vocabulary()
+        found = []
+        for token_id in (int(i) for i in token_ids):
+            data = vocabulary["bytes"].get(str(token_id), vocabulary["pieces"][token_id].encode().hex())
+            found.append(None if data is None else bytes.fromhex(data))
+        return found
+
+    def _vocabulary(self) -> Any:
         with self._fetching:
-            if self._vocabulary is None:
-                found = self._client.json("GET", "/vocabulary")
-                self._vocabulary = [str(piece) for piece in found["pieces"]]
-        return [self._vocabulary[int(i)] for i in token_ids]
+            if self._fetched is None:
+                self._fetched = self._client.json("GET", "/vocabulary")
+        return self._fetched
 
     def _ids(self, body: dict[str, Any]) -> Ids:
         return np.asarray(self._client.json("POST", "/tokenize", body)["token_ids"], np.int32)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from logitscope import tensors
 from logitscope.encodings import EncodedRows, RowHead, dtype_of, encoding, kept_format
-from logitscope.errors import EncodingError, IncompleteError
+from logitscope.errors import EncodingError, IncompleteError, InputError
 from logitscope.logits.cut import ColumnRows, SparseRows, cut_rows
 from logitscope.logits.sequence import Logits
 from logitscope.rows import (
@@ -436,21 +436,29 @@ def block_logits(
         identity: what makes the rows.
         vocabulary: gives the result its token texts.
         head: rebuilds rows that are kept hidden.
+
+    Raises:
+        EncodingError: the block's arrays do not fit its positions and the vocabulary.
     """
     stored = block.values if block.entries is None else block.entries
-    return Logits(
-        values=_held(stored, request, block.stage, identity, head),
-        positions=block.positions,
-        token_ids=token_ids,
-        prompt_length=request.prompt_length,
-        identity=identity,
-        summary=block.summary,
-        stage=block.stage,
-        encoding=request.encode,
-        hidden_states=block.hidden_states,
-        attentions=block.attentions,
-        vocabulary=vocabulary,
-    )
+    try:
+        return Logits(
+            values=_held(stored, request, block.stage, identity, head),
+            positions=block.positions,
+            token_ids=token_ids,
+            prompt_length=request.prompt_length,
+            identity=identity,
+            summary=block.summary,
+            stage=block.stage,
+            encoding=request.encode,
+            hidden_states=block.hidden_states,
+            attentions=block.attentions,
+            vocabulary=vocabulary,
+        )
+    except InputError as error:
+        raise EncodingError(
+            "a block that does not fit its request", where=f"request {block.index}", got=str(error)
+        ) from error
 
 
 def _held(stored: Any, request: Request, stage: Stage, identity: Identity, head: RowHead | None) -> Any:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
-from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from logitscope.errors import (
@@ -16,17 +15,24 @@ from logitscope.errors import (
     InputError,
     LogitscopeError,
     MemoryLimitError,
+    ModelNotFoundError,
     UnsupportedError,
 )
 from logitscope.wire.errors import error_to_json
 
 PIECE_BYTES = 1 << 19
-RETRY_HEADERS = {"Retry-After": "1"}
+
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
 
 _STATUS: tuple[tuple[type[LogitscopeError], int], ...] = (
     (MemoryLimitError, 413),
     (BusyError, 429),
     (EngineClosedError, 503),
+    (ModelNotFoundError, 404),
     (InputError, 400),
     (UnsupportedError, 400),
 )
@@ -37,18 +43,28 @@ def status_of(error: LogitscopeError) -> int:
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
-def refusal(error: LogitscopeError) -> Response:
-    """An error as an answer."""
-    status = status_of(error)
-    return JSONResponse(
-        {"error": error_to_json(error)}, status, RETRY_HEADERS if status in (429, 503) else {}
-    )
+class Refused(Protocol):
+    """How a route says an error: the body of the answer, by the error and its status."""
+
+    def __call__(self, error: LogitscopeError, status: int) -> dict[str, Any]:
+        """The object that stands under ``error``."""
 
 
-async def http_error(request: HttpRequest, error: Any) -> Response:
-    """An error of the HTTP layer itself, such as an unknown path, in the form of all others."""
-    found = {"type": "InputError", "what": error.detail, "where": request.url.path}
-    return JSONResponse({"error": found}, error.status_code, error.headers)
+def own_form(error: LogitscopeError, status: int) -> dict[str, Any]:
+    """An error in our own form."""
+    return error_to_json(error)
+
+
+def refusal(error: LogitscopeError, refused: Refused = own_form, *, status: int | None = None) -> Response:
+    """An error as an answer.
+
+    Args:
+        error: what is wrong.
+        refused: the form of its body.
+        status: where it is not `status_of` the error.
+    """
+    status = status or status_of(error)
+    return JSONResponse({"error": refused(error, status)}, status, _HEADERS.get(status))
 
 
 def json_bytes(content: Any) -> bytes:

@@ -1,8 +1,9 @@
 """The HTTP application over an engine: its routes, the key, what is counted.
 
-Every error of our own routes is ``{"error": {"type", "what", "where", "expected", "got", "fix"}}`` with a
-status: 400 for what cannot be asked, 401 without the key, 413 for what is too large, 429 when the server is
-busy, 503 when it ends, and 500 for rows that could not be given.
+Every error of our own routes is ``{"error": {"type", "what", "where", "expected", "got", "fix"}}``, of the
+others ``{"error": {"message", "type", "param", "code"}}``, with a status: 400 for what cannot be asked, 401
+without the key, 404 for what there is not, 413 for what is too large, 429 when the server is busy, 503 when
+it ends, and 500 for rows that could not be given.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 import logitscope
 from logitscope.errors import InputError, LogitscopeError, RowsError
-from logitscope.server.answers import http_error, refusal
+from logitscope.server.answers import own_form, refusal
 from logitscope.server.bodies import JSON_TYPE, Route, openapi_body
 from logitscope.server.lending import Lender
 from logitscope.server.metrics import TEXT_TYPE, Counting, Metrics
 from logitscope.server.native import Native
+from logitscope.server.openai import OpenAI, openai_form
 from logitscope.server.runner import Runner
 from logitscope.server.service import Service
-from logitscope.wire.errors import error_to_json
 from logitscope.wire.shared import shares_memory
 
 
@@ -52,7 +53,9 @@ def make_app(
         shared_memory: whether clients on this host may get rows through shared memory.
     """
     service = Service(runner, body_bytes)
-    native, metrics = Native(service), Metrics(runner)
+    metrics = Metrics(runner)
+    native, openai = Native(service), OpenAI(service)
+    routes = [*native.routes, *openai.routes]
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -71,16 +74,16 @@ def make_app(
         version=logitscope.__version__,
         description="Complete logits of a language model.",
         lifespan=lifespan,
-        exception_handlers={HTTPException: http_error},
+        exception_handlers={HTTPException: _http_error},
     )
     for route in (
         Route("GET", "/health", native.health),
         Route("GET", "/metrics", metrics.page, gives=(TEXT_TYPE,)),
     ):
         _add(app, route, route.handler)
-    for route in native.routes:
-        _add(app, route, _guarded(route.handler, api_key))
-    _describe(app, [route.body for route in native.routes if route.body is not None])
+    for route in routes:
+        _add(app, route, _guarded(route, api_key))
+    _describe(app, [route.body for route in routes if route.body is not None])
     if origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"]
@@ -118,28 +121,43 @@ def _add(app: FastAPI, route: Route, handler: Handler) -> None:
     )
 
 
-def _guarded(handler: Handler, api_key: str | None) -> Handler:
-    """A handler that asks for the key, and whose errors are answers."""
+def _guarded(route: Route, api_key: str | None) -> Handler:
+    """A route's handler that asks for the key, and whose errors are answers."""
 
     async def handle(request: HttpRequest) -> Response:
         given = request.headers.get("authorization", "")
         if api_key is not None and not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
             error = InputError("no key, or a wrong one", where="Authorization", expected="Bearer KEY")
-            return JSONResponse({"error": error_to_json(error)}, 401, {"WWW-Authenticate": "Bearer"})
+            return refusal(error, route.refused, status=401)
         try:
-            answer: Response = await handler(request)
+            answer: Response = await route.handler(request)
         except LogitscopeError as error:
-            return refusal(error)
+            return refusal(error, route.refused)
         except HTTPException:
             raise
         except Exception as error:  # noqa: BLE001 - the others go on; a message may hold a prompt
             name = type(error).__name__
             _log.error("%s: %s", request.url.path, name, exc_info=_log.isEnabledFor(logging.DEBUG))
-            return refusal(RowsError(f"an error of the server ({name})", where=request.url.path))
+            wrong = RowsError(f"an error of the server ({name})", where=request.url.path)
+            return refusal(wrong, route.refused)
         return answer
 
-    handle.__doc__, handle.__name__ = handler.__doc__, handler.__name__
+    handle.__doc__, handle.__name__ = route.handler.__doc__, route.handler.__name__
     return handle
+
+
+async def _http_error(request: HttpRequest, error: Any) -> Response:
+    """An error of the HTTP layer itself, such as an unknown path, in the form of all others there."""
+    found = InputError(error.detail, where=request.url.path)
+    openai = request.url.path.startswith("/v1/")
+    answer = refusal(found, _both_forms if openai else own_form, status=error.status_code)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+def _both_forms(error: LogitscopeError, status: int) -> dict[str, Any]:
+    """OpenAI's form of an error, and ours: either's client may have been given a path that there is not."""
+    return {**own_form(error, status), **openai_form(error, status)}
 
 
 def _describe(app: FastAPI, models: Sequence[Any]) -> None:

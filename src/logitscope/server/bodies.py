@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.requests import Request as HttpRequest
 
 from logitscope.rows import SUMMARIES, Select
+from logitscope.server.answers import Refused, own_form
 
 JSON_TYPE = "application/json"
 EVENTS_TYPE = "text/event-stream"
@@ -128,13 +129,14 @@ class DetokenizeBody(Body):
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """One route: where it is, what answers, the form of its body, and the media types of its answer."""
+    """One route: where it is, what answers, the form of its body, its answer's media types, its errors."""
 
     method: str
     path: str
     handler: Callable[[HttpRequest], Any]
     body: type[Body] | None = None
     gives: tuple[str, ...] = (JSON_TYPE,)
+    refused: Refused = own_form
 
 
 def openapi_body(kind: type[BaseModel]) -> dict[str, Any]:

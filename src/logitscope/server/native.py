@@ -182,9 +182,19 @@ class Native:
         return JSONResponse({"text": self.service.tokenizer.decode(body.token_ids, special=body.special)})
 
     async def vocabulary(self, request: HttpRequest) -> Response:
-        """Text of every id by itself."""
-        pieces = await run_in_threadpool(self.service.tokenizer.pieces, range(self.engine.vocab_size))
-        return json_answer({"pieces": pieces})
+        """Text of every id by itself, and the bytes of those whose bytes are not that text."""
+        tokenizer, every = self.service.tokenizer, range(self.engine.vocab_size)
+
+        def answer() -> Response:
+            pieces, data = tokenizer.pieces(every), tokenizer.token_bytes(every)
+            others = {
+                str(i): None if found is None else found.hex()
+                for i, (piece, found) in enumerate(zip(pieces, data, strict=True))
+                if found != piece.encode()
+            }
+            return json_answer({"pieces": pieces, "bytes": others})
+
+        return await run_in_threadpool(answer)
 
     async def head(self, request: HttpRequest) -> Response:
         """The head that hidden rows are rebuilt with, as a safetensors file."""

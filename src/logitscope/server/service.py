@@ -113,19 +113,27 @@ class Service:
 
     async def collected(self, http: HttpRequest, requests: Sequence[Request]) -> list[Collected]:
         """Complete results of requests; a client that goes away aborts them."""
+        collector = self.collector(requests)
+        async with contextlib.aclosing(self.attended(http, requests)) as items:
+            async for item in items:
+                if isinstance(item, End):
+                    collector.finish(item)
+                else:
+                    collector.add(item)
+        return collector.results()
+
+    async def attended(
+        self, http: HttpRequest, requests: Sequence[Request]
+    ) -> AsyncGenerator[RowBlock | End, None]:
+        """Blocks and ends of requests whose answer comes at once; a client that goes away aborts them."""
         call, queue = self.submitted(requests)
-        collector = self.collector(call.requests)
         leaving = asyncio.create_task(self._leave_with(http, call, queue))
         try:
             async with contextlib.aclosing(self.items(call, queue)) as items:
                 async for item in items:
-                    if isinstance(item, End):
-                        collector.finish(item)
-                    else:
-                        collector.add(item)
+                    yield item
         finally:
             leaving.cancel()
-        return collector.results()
 
     def collector(self, requests: Sequence[Request]) -> Collector:
         """Where the items of requests become results."""
@@ -145,8 +153,11 @@ class Service:
         """
         lent = None if proof is None else self._lent(requests, proof)
         call, queue = self.submitted(requests, lent)
-        pieces = self._pieces(call, queue)
-        return ClosingResponse(pieces, media_type=MEDIA_TYPE, closed=functools.partial(self._left, call))
+        return self.closing(call, self._pieces(call, queue), MEDIA_TYPE)
+
+    def closing(self, call: Call, content: AsyncIterator[Any], media_type: str) -> Response:
+        """An answer that comes as a stream; a client that goes away aborts the call."""
+        return ClosingResponse(content, media_type=media_type, closed=functools.partial(self._left, call))
 
     async def _leave_with(self, http: HttpRequest, call: Call, queue: asyncio.Queue[Item]) -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -229,7 +240,7 @@ def _named(error: ValidationError, kind: type[BaseModel], path: str) -> Logitsco
     if first["type"] == "extra_forbidden":
         return OptionError(
             "unknown name",
-            where=path,
+            where=where,
             expected=f"an object with {', '.join(kind.model_fields)}",
             got=repr(str(first["loc"][-1])),
         )
