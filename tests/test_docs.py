@@ -1,19 +1,28 @@
-"""The documents cannot rot: their Python runs and prints what they show, their links lead somewhere."""
+"""The documents cannot rot: their Python runs and prints what they show, their links lead somewhere.
+
+A page with ``<!-- serves: MODEL at HOST:PORT -->`` is run beside a server of that model; what it says of that
+address is asked of the server, by its Python and by its ``curl``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import io
+import os
 import pathlib
 import re
+import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from test_server import commanded, fake, serving
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 NO_RUN = re.compile(r"<!-- no-run: \S.* -->")
+SERVES = re.compile(r"<!-- serves: (\S+) at (\S+) -->")
 OUTPUT = "<!-- output -->"
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|<img[^>]+src=\"([^\"]+)\"")
 
@@ -50,6 +59,22 @@ def runs(block: Block) -> bool:
     return block.language == "python" and not NO_RUN.fullmatch(block.before)
 
 
+def asks(block: Block) -> bool:
+    """Whether the block asks a server from the command line."""
+    return block.language == "sh" and block.text.startswith("curl ")
+
+
+@contextlib.contextmanager
+def served(document: pathlib.Path) -> Iterator[tuple[str, str]]:
+    """The address that a page names, and where a server that it asks for really is."""
+    asked = SERVES.search(document.read_text(encoding="utf-8"))
+    if asked is None:
+        yield "", ""
+        return
+    with commanded(asked[1]) as (address, _):
+        yield asked[2], address.removeprefix("http://")
+
+
 WITH_PYTHON = [document for document in DOCUMENTS if any(map(runs, blocks(document)))]
 
 
@@ -63,16 +88,47 @@ def test_python_blocks_run_and_print_what_they_show(
     document: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOGITSCOPE_CACHE", str(tmp_path / "cache"))
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
-    for block in blocks(document):
-        if block.before == OUTPUT:
-            assert printed == block.text, f"{name(document)}:{block.line}: prints something else"
-        elif runs(block):
-            code = compile("\n" * (block.line - 1) + block.text, str(document), "exec")
-            with contextlib.redirect_stdout(io.StringIO()) as stdout:
-                exec(code, namespace)
-            printed = stdout.getvalue()
+    with served(document) as (named, address):
+        for block in blocks(document):
+            text = block.text.replace(named, address) if named else block.text
+            if block.before == OUTPUT:
+                assert printed == block.text, f"{name(document)}:{block.line}: prints something else"
+            elif runs(block):
+                code = compile("\n" * (block.line - 1) + text, str(document), "exec")
+                with contextlib.redirect_stdout(io.StringIO()) as stdout:
+                    exec(code, namespace)
+                printed = stdout.getvalue()
+            elif named and asks(block):
+                printed = curl(text, tmp_path)
+        for value in namespace.values() if named else ():
+            if hasattr(value, "close") and not isinstance(value, type):
+                value.close()  # a connection, before its server ends
+
+
+def curl(command: str, folder: pathlib.Path) -> str:
+    """What a command with ``curl`` prints; an answer with another status than 200 is an error."""
+    (folder / ".curlrc").write_text("silent\nshow-error\nfail-with-body\n")
+    found = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        env={**os.environ, "CURL_HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout, command
+    return found.stdout
+
+
+def test_a_command_that_is_refused_is_an_error(tmp_path: pathlib.Path) -> None:
+    with serving(fake()) as address:
+        assert '"status":"ok"' in curl(f"curl {address}/health", tmp_path)
+        with pytest.raises(AssertionError, match="Not Found"):
+            curl(f"curl {address}/nothing", tmp_path)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
