@@ -48,6 +48,7 @@ CLIENTS, TEXTS, TEXT_TOKENS = 32, 20, 64
 SHORT_TOKENS, SHORTS, LONG_NEW_TOKENS = 32, 20, 512
 FLAT_CALLS, FLAT_ABORTS, FLAT_EVERY = 2000, 5, 50
 PIECE_BYTES = 1 << 20
+WARM_UP_S = 0.5
 
 
 @contextlib.contextmanager
@@ -69,6 +70,12 @@ def served(model: str) -> Iterator[Any]:
     """A server of a model that reads every prompt anew."""
     with process(str(HERE / "_serving.py"), model) as found:
         yield found
+
+
+def tokens(random: np.random.Generator, engine: Any, count: int) -> list[int]:
+    """A prompt that was not asked before."""
+    found: list[int] = random.integers(4, engine.vocab_size, count).tolist()
+    return found
 
 
 # -- ready rows ----------------------------------------------------------------------------------------
@@ -143,7 +150,7 @@ def end_to_end(model: str, pairs: int) -> list[Table]:
     local = ls.open(model, prefix_cache_bytes=0)
 
     def run(engine: Any) -> Callable[[], Any]:
-        return lambda: engine.logits(random.integers(1000, 40_000, ROWS).tolist())
+        return lambda: engine.logits(tokens(random, local, ROWS))
 
     with served(model) as found, contextlib.ExitStack() as stack:
         over_http = stack.enter_context(ls.open(found["address"], shared_memory=False))
@@ -153,7 +160,7 @@ def end_to_end(model: str, pairs: int) -> list[Table]:
         early = []
         for _ in range(3):
             begun = time.perf_counter()
-            stream = over_http.stream(over_http.requests([random.integers(1000, 40_000, 4 * ROWS).tolist()]))
+            stream = over_http.stream(over_http.requests([tokens(random, local, 4 * ROWS)]))
             next(stream)
             first = time.perf_counter() - begun
             for _ in stream:
@@ -178,8 +185,8 @@ def end_to_end(model: str, pairs: int) -> list[Table]:
 def clients(model: str, pairs: int) -> list[Table]:
     """Many clients that ask for summaries of short texts, and one offline call over the same texts."""
     random = np.random.default_rng(1)
-    texts = random.integers(1000, 40_000, (CLIENTS, TEXTS, TEXT_TOKENS)).tolist()
     local = ls.open(model, prefix_cache_bytes=0)
+    texts = [[tokens(random, local, TEXT_TOKENS) for _ in range(TEXTS)] for _ in range(CLIENTS)]
     kept = {"select": ls.Select(vocab=None), "summary": True}
     waits: list[float] = []
     errors: list[BaseException] = []
@@ -228,7 +235,7 @@ def waiting(model: str, pairs: int) -> list[Table]:
         def shorts() -> list[float]:
             taken = []
             for _ in range(SHORTS):
-                ids = random.integers(1000, 40_000, SHORT_TOKENS).tolist()
+                ids = tokens(random, engine, SHORT_TOKENS)
                 begun = time.perf_counter()
                 engine.logits(ids, select=ls.Select(vocab=None), summary=True)
                 taken.append(time.perf_counter() - begun)
@@ -237,14 +244,14 @@ def waiting(model: str, pairs: int) -> list[Table]:
         shorts()
         for _ in range(min(pairs, 5)):
             alone.append(float(np.percentile(shorts(), 99)))
-            prompt = random.integers(1000, 40_000, 16).tolist()
+            prompt = tokens(random, engine, 16)
             long = threading.Thread(
                 target=lambda prompt=prompt: other.generate(
                     prompt, max_new_tokens=LONG_NEW_TOKENS, ignore_eos=True
                 )
             )
             long.start()
-            time.sleep(0.5)
+            time.sleep(WARM_UP_S)
             taken = shorts()
             assert long.is_alive(), "the generation ended before the texts"
             beside.append(float(np.percentile(taken, 99)))
@@ -267,9 +274,9 @@ def memory(model: str, pairs: int) -> list[Table]:
     with served(model) as found, ls.open(found["address"], shared_memory=False) as engine:
         server = psutil.Process(found["pid"])
         for number in range(FLAT_CALLS):
-            ids = random.integers(1000, 40_000, int(random.integers(4, 24))).tolist()
+            ids = tokens(random, engine, int(random.integers(4, 24)))
             if number % FLAT_ABORTS == 0:
-                stream = engine.stream(engine.requests([ids * 8]))
+                stream = engine.stream(engine.requests([ids * 6]))
                 next(stream)
                 stream.close()
             else:

@@ -333,3 +333,28 @@ def test_encodings_benchmark_runs(
     assert "| hidden rows bit-identical to the engine's | yes |" in shown
     assert shown.count("\n### ") >= 6
     assert "nan" not in shown.lower()
+
+
+def test_server_benchmark_runs(
+    measure: Any, folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = importlib.import_module("server_bench")
+    small = {
+        "ROWS": 16,
+        "VOCAB": 20_000,
+        "CLIENTS": 2,
+        "TEXTS": 2,
+        "TEXT_TOKENS": 8,
+        "SHORTS": 2,
+        "LONG_NEW_TOKENS": 140,
+        "FLAT_CALLS": 40,
+        "FLAT_EVERY": 5,
+        "WARM_UP_S": 0.0,
+    }
+    for name, value in small.items():
+        monkeypatch.setattr(server, name, value)
+    server.main(["--model", folder, "--pairs", "1", "--markdown"])
+    shown = capsys.readouterr().out
+    for title in ("into an array of another", "End to end", "Many clients", "beside a long", "Memory of the"):
+        assert title in shown
+    assert "Errors: 0." in shown

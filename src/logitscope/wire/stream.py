@@ -255,7 +255,7 @@ class _OwnMemory:
     def read_buffer(self, size: int) -> Any:
         """So many bytes, or those that are left, as an Arrow buffer of their own."""
         room = tensors.empty((size,), np.uint8)
-        view, done = memoryview(room), 0
+        view, done = room.data, 0
         while done < size:
             count = self._file.readinto(view[done : done + _PIECE_BYTES])
             if not count:
