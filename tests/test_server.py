@@ -259,10 +259,14 @@ def test_a_key_is_asked_for() -> None:
 
 
 def test_bodies_and_calls_that_are_too_large() -> None:
-    limits = Limits(call_sequences=3)
+    limits = Limits(call_sequences=3, call_tokens=60)
     with serving(fake(), limits=limits, body_bytes=2000) as address:
         assert post(address, "/logits", {"input_ids": [1] * 2000})[0] == 413
         assert post(address, "/logits", {"input_ids": [[1]] * 4})[0] == 413
+        code, data = post(address, "/logits", {"input_ids": [[1] * 25] * 3})
+        assert (code, b"75" in data, b"60" in data) == (413, True, True)
+        many = {"input_ids": [1], "sampling_params": {"max_new_tokens": 60}}
+        assert post(address, "/generate", many)[0] == 413
         with (
             contextlib.closing(ls.open(address)) as engine,
             pytest.raises(MemoryLimitError, match="sequences"),

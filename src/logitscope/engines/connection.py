@@ -28,6 +28,7 @@ from logitscope.errors import BusyError, ConnectionFailedError, LogitscopeError,
 from logitscope.wire.errors import error_from_json
 
 _CONNECT_S = 10.0
+_QUICK_S = 60.0  # what asks for no rows waits for no other client
 _FIRST_WAIT_S = 0.1
 _REST_S = 1.0
 _IDLE_S = 4.0  # servers hang up on idle connections, ours after 5 s: a request that meets that is lost
@@ -197,7 +198,6 @@ class Client:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._pool = urllib3.PoolManager(
-            timeout=urllib3.Timeout(connect=min(_CONNECT_S, timeout_s), read=timeout_s),
             retries=False,
             maxsize=_POOLED,
         )
@@ -329,6 +329,7 @@ class Client:
                 self.address + path,
                 body=body,
                 headers={**self._headers, **(headers or {})},
+                timeout=self._timeout(self._timeout_s if path == "/rows" else _QUICK_S),
                 preload_content=False,
             )
         except urllib3.exceptions.HTTPError as error:
@@ -339,6 +340,10 @@ class Client:
             )
             raise _FailedTry(refused, undone=True, wait_s=_seconds(found.headers["Retry-After"]))
         return found
+
+    def _timeout(self, seconds: float) -> urllib3.Timeout:
+        read_s = min(seconds, self._timeout_s)
+        return urllib3.Timeout(connect=min(_CONNECT_S, self._timeout_s), read=read_s)
 
     def _failure(self, path: str, error: Exception) -> _FailedTry:
         """What went wrong in or below HTTP, by name."""
